@@ -2,13 +2,15 @@
 writes them; what is in one is its writer's business.
 
 The manifest holds size and SHA-256 of every file and of itself. A directory that does not match its
-manifest in every byte is no checkpoint; it is skipped by name and reason.
+manifest in every byte is no checkpoint; it is skipped by name and reason. What the manifest does
+not name, and nobody would read, is left aside.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,11 @@ from typing import Any
 from lora_moe_rl.errors import CheckpointError, DiskError, FileError
 from lora_moe_rl.files.untrusted import read_json
 
+log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 FORMAT = 1
+READ = ".safetensors"  # who reads a checkpoint takes all of these
 READERS = 16  # files that are summed up at once
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 
@@ -42,9 +47,10 @@ def disk_errors(directory: Path) -> Iterator[None]:
     own files use it too."""
     try:
         yield
-    except (ConnectionError, TimeoutError):
-        raise  # OSErrors too, but not the disk's
     except OSError as error:
+        late = isinstance(error, TimeoutError) and error.errno is None
+        if late or isinstance(error, ConnectionError):
+            raise  # OSErrors too, but not the disk's
         reason = error.strerror or str(error)
         raise DiskError(
             f"cannot write the checkpoint {directory}: {reason}. The earlier checkpoints are "
@@ -92,9 +98,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for name in manifest["files"]:
         check_name(name)
     present = {name for name in plain_files(path) if name != MANIFEST}
-    for name in sorted(present ^ set(manifest["files"])):
-        what = "is not in the manifest" if name in present else "is missing"
-        raise CheckpointError(f"{name} {what}")
+    for name in sorted(set(manifest["files"]) - present):
+        raise CheckpointError(f"{name} is missing")
+    for name in sorted(present - set(manifest["files"])):
+        if name.endswith(READ):
+            raise CheckpointError(f"{name} is not in the manifest")
+        log.warning("%s: %s is not in the manifest, and not read", path, name)
     for name, expected in manifest["files"].items():
         size = (path / name).stat().st_size
         if size != expected["size"]:
@@ -146,10 +155,13 @@ def check_name(name: str) -> None:
 
 
 def plain_files(folder: Path) -> list[str]:
-    """Names relative to `folder`. Raises CheckpointError for a link: its target may change."""
+    """Names relative to `folder`, without hidden files: those are of systems and editors, which put
+    them anywhere. Raises CheckpointError for a link: its target may change."""
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in PurePosixPath(name).parts):
+            continue
         if path.is_symlink():
             raise CheckpointError(f"{name} is a link; a checkpoint holds plain files")
         if path.is_file():
@@ -158,8 +170,12 @@ def plain_files(folder: Path) -> list[str]:
 
 
 def all_of(root: Path) -> list[Path]:
-    """The checkpoints by their names, valid or not, oldest first."""
-    return sorted(filter(is_named, root.glob("step-*")), key=step_of)
+    """The checkpoints by their names, valid or not, oldest first. Raises OSError where they cannot
+    be looked for: that there are none is another thing."""
+    try:
+        return sorted(filter(is_named, root.iterdir()), key=step_of)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def is_named(path: Path) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import write_checkpoint
 from safetensors.numpy import save_file
 
-from lora_moe_rl.errors import CheckpointError
+from lora_moe_rl.errors import CheckpointError, DiskError
 from lora_moe_rl.files import checkpoint, checkpoint_writing
 from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, read_manifest
 from lora_moe_rl.files.saving import FileSum
@@ -122,6 +122,49 @@ def test_a_file_that_was_added_is_refused(tmp_path):
     shutil.copy(path / FILES[0], path / "trainer_00001.safetensors")
     with pytest.raises(CheckpointError, match="trainer_00001.safetensors is not in the manifest"):
         read_manifest(path)
+
+
+def test_files_of_nobodys_are_left_aside(tmp_path, caplog):
+    """Of a system, an editor, a server of NFS, a person."""
+    path = write(tmp_path, 1)
+    for name in (".DS_Store", f".{FILES[0]}.swp", ".nfs0000000001", "data/.nfs01", "notes.txt"):
+        (path / name).write_text("")
+    (path / ".#notes.txt").symlink_to("somebody@somewhere.1")
+    found = newest_valid(tmp_path)
+    assert found.path == path and not found.skipped
+    assert "notes.txt is not in the manifest" in caplog.text and ".nfs" not in caplog.text
+    (path / FILES[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{FILES[1]} is missing"):
+        read_manifest(path)
+
+
+def test_they_are_not_taken_in_while_a_checkpoint_is_written(tmp_path):
+    with write_checkpoint(tmp_path, 1, 2, {}) as directory:
+        (directory / ".DS_Store").write_text("")
+        (directory / "data").write_text("")
+    (tmp_path / "step-000001/.DS_Store").unlink()
+    assert newest_valid(tmp_path).path is not None
+
+
+def test_checkpoints_that_cannot_be_looked_for_are_not_none(tmp_path, monkeypatch):
+    """Else a run would begin anew, and set aside all that it has."""
+
+    def refuses(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write(tmp_path, 1)
+    monkeypatch.setattr(os, "listdir", refuses)
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(PermissionError):
+        newest_valid(tmp_path)
+
+
+def test_what_the_disk_refuses_is_told_from_who_is_late(tmp_path):
+    with pytest.raises(DiskError), checkpoint.disk_errors(tmp_path):
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")  # of NFS
+    for other in (TimeoutError("an actor"), ConnectionResetError(errno.ECONNRESET, "reset")):
+        with pytest.raises(type(other)), checkpoint.disk_errors(tmp_path):
+            raise other
 
 
 def test_a_link_is_refused(tmp_path):
