@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 # The exit code of what may go well another time: EX_TEMPFAIL of sysexits.h.
 FAULT = 75
+# That of a run that cannot go on as long as the disk refuses: EX_IOERR.
+DISK = 74
 
 
 class LoraMoeRlError(Exception):
@@ -59,6 +61,12 @@ class DiskError(CheckpointError):
 
     def __reduce__(self):
         return (type(self), (self.fault, self.way_out))
+
+
+class DiskWait(LoraMoeRlError):
+    """A run cannot go on from where it is: its disk is full, read-only or away for a while."""
+
+    exit_code = DISK
 
 
 class RewardError(LoraMoeRlError):

@@ -36,13 +36,13 @@ from lora_moe_rl.config.recipes import CONFIG
 from lora_moe_rl.data.kept import spread
 from lora_moe_rl.data.samples import Group
 from lora_moe_rl.data.update_result import TokenValues
-from lora_moe_rl.errors import FileError, RunDirError
+from lora_moe_rl.errors import DiskWait, FileError, RunDirError
 from lora_moe_rl.files.eval_files import EvalFiles
 from lora_moe_rl.files.jsonl import cut_after, tail, to_json
 from lora_moe_rl.files.out_directory import require_place
 from lora_moe_rl.files.replacing import replace_file, sync
 from lora_moe_rl.files.sample_records import routes_record, sample_record, token_record
-from lora_moe_rl.files.trouble import Lines, Trouble
+from lora_moe_rl.files.trouble import Lines, Trouble, disk_wait
 from lora_moe_rl.files.unchanged import check_unchanged
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,9 @@ class RunDir:
     """The run directory of `config`, locked as long as the `with` block lasts.
 
     Raises RunDirError when it holds a run that is not to be resumed, when there is nothing to
-    resume, when what cannot change has changed, or when another process is using it. What cannot
-    be written later on waits (`trouble.py`), and `say` is told.
+    resume, when what cannot change has changed, or when another process is using it; DiskWait when
+    the disk refuses what is to go on. What cannot be written later on waits (`trouble.py`), and
+    `say` is told.
     """
 
     def __init__(
@@ -130,10 +131,7 @@ class RunDir:
                 f"directory with logging.run_dir=DIR"
             ) from error
         except OSError as error:
-            raise RunDirError(
-                f"cannot use {self.path} as the run directory: {error.strerror or error}; choose "
-                f"another with logging.run_dir=DIR"
-            ) from error
+            raise self._refused(error) from error
         try:
             self._check_earlier_run()
             if not self.resume:  # else once it does go on: these settings may be refused
@@ -150,14 +148,18 @@ class RunDir:
     def __exit__(self, *_: object) -> None:
         if not self.gone():
             for lines in self._lines.values():
-                lines.flush()
+                lines.close()
             self.evaluations.close()
         self._lock.release()
 
     def gone(self) -> bool:
         """Whether the directory that this run has locked is no longer at its path: it was deleted,
-        moved, or another run has made a new one there."""
-        return self._mark is not None and _inode(self._lock_file) != self._mark
+        moved, or another run has made a new one there. One that cannot be looked at is not: the
+        disk is away, and comes back."""
+        try:
+            return self._mark is not None and _inode(self._lock_file) != self._mark
+        except OSError:
+            return False
 
     def check_there(self) -> None:
         """Raises RunDirError when it is gone: nothing is written into what may be another run's."""
@@ -231,16 +233,19 @@ class RunDir:
         return tail(self.log_path(actor), num_lines)
 
     def write_config(self) -> None:
-        """What the run has, or goes on with. Raises RunDirError when the disk refuses."""
+        """What the run has, or goes on with. Raises RunDirError when the disk refuses, DiskWait of
+        a run that goes on."""
         try:
             replace_file(self.config_file, to_yaml(self.config).encode())
         except OSError as error:
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> RunDirError:
+    def _refused(self, error: OSError) -> RunDirError | DiskWait:
+        if self.resume:
+            return disk_wait(self.path, error)
         return RunDirError(
-            f"cannot write into {self.path}: {error.strerror or error}; choose another directory "
-            "with logging.run_dir=DIR"
+            f"cannot use {self.path} as the run directory: {error.strerror or error}; choose "
+            f"another with logging.run_dir=DIR"
         )
 
     def rewind(self, step: int) -> None:
@@ -308,7 +313,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
     """What tells a file from another of the same name; None for one that is not there."""
     try:
         found = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 

@@ -1,15 +1,37 @@
 """A disk that is full, read-only or away while a run goes on: what could not be written is kept and
-tried again, and it is said each minute."""
+tried again, and it is said each minute. A run that is to go on from there ends until then."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lora_moe_rl.errors import DiskWait
 
 SAY_EVERY_S = 60.0
 MOST_KEPT = 16 << 20  # bytes of one file that wait in memory
+
+
+@contextmanager
+def waited_for(path: Path, resume: bool) -> Iterator[None]:
+    """Around what a run does in `path` before it begins or, to `resume`, goes on: then what the
+    disk refuses is a DiskWait."""
+    try:
+        yield
+    except OSError as error:
+        if not resume:
+            raise
+        raise disk_wait(path, error) from error
+
+
+def disk_wait(path: Path, error: OSError) -> DiskWait:
+    return DiskWait(
+        f"the run in {path} cannot go on: {error}. What is there is untouched: free some space, or "
+        "see to the disk, then go on with --resume"
+    )
 
 
 class Trouble:
@@ -54,9 +76,12 @@ class Lines:
         self._waiting += data
         self._flush(len(data))
 
-    def flush(self) -> None:
+    def close(self) -> None:
+        """Tries once more what waits, for the last time, and says what is lost."""
         if self._waiting:
             self._flush(0)
+        if lost := self._dropped + self._waiting.count(b"\n"):
+            self.trouble.say(f"{lost} lines of {self.path} are lost: the disk refused them")
 
     def _flush(self, newest: int) -> None:
         """`newest`: bytes of the lines that may be lost."""

@@ -18,6 +18,7 @@ from lora_moe_rl.run.plateau import Plateau
 from lora_moe_rl.run.preflight import Preflight
 from lora_moe_rl.run.prepared import Prepared
 from lora_moe_rl.telemetry import console
+from lora_moe_rl.telemetry.metrics import read_evaluations
 
 if TYPE_CHECKING:
     from lora_moe_rl.cluster.lasting_trainer import LastingTrainer
@@ -44,16 +45,32 @@ def steps_done(config: RunConfig, resume: bool, fork: Path | None) -> int:
     return checkpoint.step_of(newest) if newest else 0
 
 
-def check_places(config: RunConfig, resume: bool) -> None:
-    """The run directory, and that of the adapter to start from, as far as they can be looked at
-    before a model is fetched. Raises RunDirError and AdapterError."""
-    run_dir = RunDir(config, resume)
-    run_dir.check_usable()
-    if config.adapter.init_from is not None and not run_dir.has_steps:
-        adapter_source.require(Path(config.adapter.init_from))
+def nothing_is_left(config: RunConfig, resume: bool, fork: Path | None) -> bool:
+    """Whether a run that is to go on has done all that it was to do, which is said."""
+    step = steps_done(config, resume, fork)
+    if step >= config.trainer.steps and not _last_evaluation_is_missing(config, step, resume):
+        console.say_done(step, config.trainer.steps)
+        return True
+    if resume and step < config.trainer.steps and (ended := _ended_early(config)):
+        console.say(f"nothing is left to do: {plateau.text(config.checkpoint, ended)}")
+        return True
+    return False
 
 
-def ended_early(config: RunConfig) -> Plateau | None:
+def _last_evaluation_is_missing(config: RunConfig, step: int, resume: bool) -> bool:
+    """Whether a run that has done all its steps ended before its last evaluation did."""
+    last = config.trainer.steps
+    if not resume or step != last or not config.eval.is_due(step, last):
+        return False
+    return step not in evaluated(RunDir(config, resume))
+
+
+def evaluated(run_dir: RunDir) -> set[int]:
+    """The steps whose evaluation is on record."""
+    return {record["step"] for record in read_evaluations(run_dir.metrics_file)}
+
+
+def _ended_early(config: RunConfig) -> Plateau | None:
     """Why nothing is left to do for a run that is to be resumed: its metric got no better
     (checkpoint.stop_after) up to its newest checkpoint."""
     if not config.checkpoint.stop_after:
@@ -62,6 +79,15 @@ def ended_early(config: RunConfig) -> Plateau | None:
     values = Metric(run_dir.metrics_file, config.checkpoint.best_metric).read()
     newest = checkpoint.newest_valid(run_dir.checkpoints).path
     return plateau.of_run(config.checkpoint, values, checkpoint.step_of(newest) if newest else 0)
+
+
+def check_places(config: RunConfig, resume: bool) -> None:
+    """The run directory, and that of the adapter to start from, as far as they can be looked at
+    before a model is fetched. Raises RunDirError and AdapterError."""
+    run_dir = RunDir(config, resume)
+    run_dir.check_usable()
+    if config.adapter.init_from is not None and not run_dir.has_steps:
+        adapter_source.require(Path(config.adapter.init_from))
 
 
 def newest(run_dir: RunDir, ready: Preflight) -> Found | None:

@@ -11,7 +11,8 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.peft import form_of, peft_shapes
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, DiskWait
+from lora_moe_rl.files.run_dir import RunDir
 
 GIB = 1 << 30
 # A number of the adapter with Adam's two moments, in float32; one of the PEFT directory, where
@@ -68,10 +69,12 @@ def room(config: RunConfig, spec: AdapterSpec) -> Room:
 
 
 def check_room(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
-    """(what there is, warnings). Raises ConfigError when not one checkpoint has room."""
+    """(what there is, warnings). Raises ConfigError when not one checkpoint has room, DiskWait
+    where a run is to go on."""
     found = room(config, spec)
     if found.first > found.free:
-        raise ConfigError(
+        kind = DiskWait if RunDir(config, resume=True).has_steps else ConfigError
+        raise kind(
             f"the disk has no room for one checkpoint: {found.text}; free some space, or set "
             "logging.run_dir"
         )

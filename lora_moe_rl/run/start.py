@@ -17,6 +17,7 @@ from lora_moe_rl.files.checkpoint_writing import adopt
 from lora_moe_rl.files.linking import held
 from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.trouble import waited_for
 from lora_moe_rl.page import link
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
@@ -38,7 +39,7 @@ from lora_moe_rl.run.stall import Stall, patience
 from lora_moe_rl.run.standing import Loop
 from lora_moe_rl.run.tickets import TicketBook
 from lora_moe_rl.telemetry import console, report
-from lora_moe_rl.telemetry.metrics import MetricsWriter, read_evaluations
+from lora_moe_rl.telemetry.metrics import MetricsWriter
 from lora_moe_rl.telemetry.timeline import Timeline
 
 
@@ -47,17 +48,13 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
     from that checkpoint of another run, in a new directory.
 
     A run whose metric gets no better ends before that (checkpoint.stop_after). Raises a
-    LoraMoeRlError for what a user can get wrong, and Stopped when a signal ended the run after one
-    of its steps.
+    LoraMoeRlError for what a user can get wrong, DiskWait when the disk keeps it from going on, and
+    Stopped when a signal ended the run after one of its steps.
     """
-    step = goes_on.steps_done(config, resume, fork)
-    if step >= config.trainer.steps and not _last_evaluation_is_missing(config, step, resume):
-        console.say_done(step, config.trainer.steps)
-        return
-    if resume and step < config.trainer.steps and (ended := goes_on.ended_early(config)):
-        console.say(f"nothing is left to do: {plateau.text(config.checkpoint, ended)}")
-        return
-    goes_on.check_places(config, resume)
+    with waited_for(config.run_dir, resume):
+        if goes_on.nothing_is_left(config, resume, fork):
+            return
+        goes_on.check_places(config, resume)
     with Preflight(config, fetch=True) as ready, OwnRay(config) as own_ray:
         _look(ready, own_ray)
         console.say(room(config, ready.spec).text)
@@ -68,8 +65,9 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
                     to_yaml(config), None
                 )  # while nothing is in the directory that a second try would find
                 adopt(run_dir.checkpoints, fork)
-            found = goes_on.newest(run_dir, ready) if resume or fork else None
-            console.log_to(run_dir.log_path("controller"))
+            with waited_for(run_dir.path, resume):
+                found = goes_on.newest(run_dir, ready) if resume or fork else None
+                console.log_to(run_dir.log_path("controller"))
             start = None
             if config.adapter.init_from is not None and not found:
                 start = adapter_start.init_from(config, ready.spec, ready.model_dir)
@@ -121,20 +119,8 @@ def _look(ready: Preflight, own_ray: OwnRay) -> None:
         ready.require(console.warn, begin)
 
 
-def _last_evaluation_is_missing(config: RunConfig, step: int, resume: bool) -> bool:
-    """Whether a run that has done all its steps ended before its last evaluation did."""
-    last = config.trainer.steps
-    if not resume or step != last or not config.eval.is_due(step, last):
-        return False
-    return step not in _evaluated(RunDir(config, resume))
-
-
-def _evaluated(run_dir: RunDir) -> set[int]:
-    """The steps whose evaluation is on record."""
-    return {record["step"] for record in read_evaluations(run_dir.metrics_file)}
-
-
-def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
+def _begin(run: Prepared, pusher: Pusher) -> None:
+    """Writes down what the run has from now on, and sets aside what it does anew."""
     pusher.begin(to_yaml(run.config), run.step if run.resumed else None)
     if run.resumed:
         run.run_dir.write_config()  # of a run that is not refused
@@ -143,6 +129,11 @@ def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
     versions_file.VERSIONS.note(run.run_dir.path, run.step, versions_file.here())
     if changed := settings_file.note(run.run_dir.path, run.step, run.config):
         console.say_notes([changed])
+
+
+def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
+    with waited_for(run.run_dir.path, run.resumed):
+        _begin(run, pusher)
     with (
         pusher,
         MetricsWriter(run.run_dir, run.config) as metrics,
@@ -212,7 +203,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
     engines, publisher = _served(run, actors, goes_on.restore(run, trainer))
     timeline = Timeline(config.num_engines, run.run_dir.write_timeline)
     evaluator = _evaluator(run, trainer, engines, timeline, metrics)
-    evaluations = Evaluations(config, evaluator, engines, _evaluated(run.run_dir))
+    evaluations = Evaluations(config, evaluator, engines, goes_on.evaluated(run.run_dir))
     made = algorithms.make(config)
     driven = loop.Ports(
         config,

@@ -4,6 +4,7 @@
                  │
                  └ by a signal, or because an actor or Ray failed (exit code 75)
                       ──> all that it had started has ended ──> start with --resume
+                 └ because the disk is full or away (exit code 74) ──> the same, a minute later
 
 It imports nothing heavy, and does nothing but wait: what may fail is in the other process.
 """
@@ -15,9 +16,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,14 +26,16 @@ import psutil
 
 from lora_moe_rl.cluster.process_end import signal_name
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import FAULT
+from lora_moe_rl.errors import DISK, FAULT
 from lora_moe_rl.files.checkpoint import MANIFEST, all_of, step_of
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.run.signals import ENDING, handled
+from lora_moe_rl.run.signals import ENDING, INTERRUPTED, handled
 from lora_moe_rl.telemetry import console
 
 END_S = 60.0  # in which what a dead run had started ends by itself (cluster/watchdog.py)
+DISK_S = 60.0  # after which a disk that was full or away is tried again
 POLL_S = 0.1
+AGAIN = (DISK, FAULT)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # include/uapi/linux/prctl.h
 
 
@@ -45,14 +48,12 @@ class Newest(NamedTuple):
 
     @classmethod
     def of(cls, root: Path) -> Newest:
-        paths = all_of(root)
-        if not paths:
-            return cls()
-        try:
-            written = (paths[-1] / MANIFEST).stat().st_mtime_ns
-        except OSError:  # what has the name is none
-            written = 0
-        return cls(step_of(paths[-1]), written)
+        step = written = 0
+        with suppress(OSError):  # the disk is away, or what has the name is none
+            if paths := all_of(root):
+                step = step_of(paths[-1])
+                written = (paths[-1] / MANIFEST).stat().st_mtime_ns
+        return cls(step, written)
 
 
 @dataclass
@@ -67,8 +68,10 @@ class Lives:
     def ended(self, code: int, newest: Newest) -> str | None:
         """What there is to say before it is started again; None: it is not. `code`: the exit code,
         or the negative number of the signal; `newest`: as above, now."""
-        if code in (0, *(-number for number in ENDING)) or (code > 0 and code != FAULT):
+        if code in (0, *(-number for number in ENDING)) or (code > 0 and code not in AGAIN):
             return None
+        if code == DISK:  # however long that may take
+            return f"the disk is full or away; the run is started again in {DISK_S:.0f} s"
         self.in_vain = 0 if newest != self.newest else self.in_vain + 1
         self.newest = newest
         if self.in_vain > self.limit:
@@ -81,56 +84,100 @@ class Lives:
         )
 
 
+@dataclass
+class Asked:
+    """The signals that asked for an end, as a handler of them. They are handed on to the run's
+    `process`, as long as there is one."""
+
+    process: subprocess.Popen | None = None
+    waiting: list[int] = field(default_factory=list)  # not handed on
+    heard: bool = False
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self.heard = True
+        self.waiting.append(signum)
+        self._hand_on()
+
+    def begin(self, process: subprocess.Popen) -> None:
+        self.process = process
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        with suppress(IndexError):  # another signal's handler comes between
+            while self.process is not None and self.waiting:
+                signum = self.waiting.pop(0)
+                with suppress(ProcessLookupError):
+                    os.kill(self.process.pid, signum)
+
+    def within(self, seconds: float) -> bool:
+        """Whether there is one by then; returns as soon as there is."""
+        deadline = time.monotonic() + seconds
+        while not self.heard and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.heard
+
+
 def supervise(config: RunConfig, first: Sequence[str], later: Sequence[str]) -> int:
     """Runs the command `first`, and as long as its process dies `later`, which goes on from the
     newest checkpoint; `first` again as long as there is nothing to go on from. Returns the exit
-    code of the last one, for a signal as shells have it. To be called in a program's main thread,
-    which must have no other children."""
-    run_dir = RunDir(config, resume=True)
+    code of the last one, for a signal as shells have it, or 130 when it was asked to end between
+    two. To be called in a program's main thread, which must have no other children."""
+    run_dir, asked = RunDir(config, resume=True), Asked()
     lives = Lives(config.faults.max_resumes, Newest.of(run_dir.checkpoints))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     command = first
-    while True:
-        code, asked = _live(command)
-        _end_rest()
-        if asked:
-            break
-        message = lives.ended(code, Newest.of(run_dir.checkpoints))
-        if message is None:
-            if lives.in_vain > lives.limit:
-                console.warn(
-                    f"the run ended {lives.in_vain} times in a row without a new checkpoint, more "
-                    f"than faults.max_resumes={lives.limit} allows"
-                )
-            break
-        _note(run_dir, message)
-        command = later if run_dir.has_steps else first
+    with handled(asked):
+        while True:
+            code = _live(command, asked)
+            _end_rest()
+            if asked.heard:
+                break
+            message = lives.ended(code, Newest.of(run_dir.checkpoints))
+            if message is None:
+                _say_given_up(lives)
+                break
+            _note(run_dir, message)
+            if asked.within(DISK_S if code == DISK else 0.0):
+                break
+            command = later if _has_steps(run_dir) else first
+    if asked.waiting:
+        return INTERRUPTED
     return code if code >= 0 else 128 - code
 
 
-def _live(command: Sequence[str]) -> tuple[int, bool]:
-    """One process of the run, from its start to its end: its exit code, and whether it was asked to
-    end. It has a session of its own: Ctrl-C reaches it once, through this process."""
+def _say_given_up(lives: Lives) -> None:
+    if lives.in_vain > lives.limit:
+        console.warn(
+            f"the run ended {lives.in_vain} times in a row without a new checkpoint, more than "
+            f"faults.max_resumes={lives.limit} allows"
+        )
+
+
+def _has_steps(run_dir: RunDir) -> bool:
+    """Whether there is something to go on from. When the disk is away the run itself says so."""
+    try:
+        return run_dir.has_steps
+    except OSError:
+        return True
+
+
+def _live(command: Sequence[str], asked: Asked) -> int:
+    """One process of the run, from its start to its end: its exit code. It has a session of its
+    own: Ctrl-C reaches it once, through this process."""
     end_with_parent = _ending_with_parent()
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
-    asked: list[int] = []
-    with _forwarded(process, asked):
-        while True:  # whatever else has become this process's child is reaped on the way
-            pid, status = os.waitpid(-1, 0)
-            if pid == process.pid:
-                process.returncode = os.waitstatus_to_exitcode(status)
-                return process.returncode, bool(asked)
-
-
-@contextmanager
-def _forwarded(process: subprocess.Popen, asked: list[int]) -> Iterator[None]:
-    def forward(signum: int, frame: object) -> None:
-        asked.append(signum)
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signum)
-
-    with handled(forward):
-        yield
+    try:
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
+    except OSError as error:  # no memory, or too many processes
+        console.warn(f"the run's process cannot be started: {error}")
+        asked.within(DISK_S)
+        return FAULT
+    asked.begin(process)
+    while True:  # whatever else has become this process's child is reaped on the way
+        pid, status = os.waitpid(-1, 0)
+        if pid == process.pid:
+            asked.process = None
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode
 
 
 def _end_rest() -> None:
@@ -161,9 +208,10 @@ def _children() -> list[psutil.Process]:
 def _note(run_dir: RunDir, message: str) -> None:
     """On the console, and in logs/supervisor.log where the run has come so far as to make logs."""
     console.warn(message)
-    if run_dir.logs.is_dir():
-        with open(run_dir.log_path("supervisor"), "a") as file:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), message, file=file)
+    with suppress(OSError):  # it is full, or has no such folder yet
+        if run_dir.logs.is_dir():
+            with open(run_dir.log_path("supervisor"), "a") as file:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), message, file=file)
 
 
 def _ending_with_parent() -> Callable[[], None]:

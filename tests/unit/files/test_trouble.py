@@ -110,6 +110,39 @@ def test_a_runs_metrics_outlive_a_full_disk(tmp_path, said):
     assert list(read_jsonl(run_dir.metrics_file)) == [{"step": 1}]
 
 
+def test_lines_that_still_wait_when_the_run_ends_are_said_to_be_lost(tmp_path, said):
+    """Also within the minute in which nothing more is said of the file."""
+    with RunDir(config_in(tmp_path), False, said.append) as run_dir:
+        full(run_dir.metrics_file)
+        for step in range(50):
+            run_dir.append(run_dir.metrics_file, [{"step": step}])
+    assert len(said) == 2 and f"50 lines of {run_dir.metrics_file} are lost" in said[1]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_a_directory_that_is_away_for_a_moment_is_waited_for(tmp_path, said, monkeypatch, number):
+    """A ticket that has run out, a server that starts anew: it was not deleted."""
+    stat, opened, away = Path.stat, os.open, [False]
+
+    def refused(real):
+        def call(*args, **options):
+            if away[0]:
+                raise OSError(number, os.strerror(number))
+            return real(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "stat", refused(stat))
+    monkeypatch.setattr(os, "open", refused(opened))
+    with RunDir(config_in(tmp_path), False, said.append) as run_dir:
+        away[0] = True
+        run_dir.append(run_dir.metrics_file, [{"step": 1}])
+        assert not run_dir.gone() and "1 lines wait in memory" in said[0]
+        away[0] = False
+        run_dir.append(run_dir.metrics_file, [{"step": 2}])
+    assert [record["step"] for record in read_jsonl(run_dir.metrics_file)] == [1, 2]
+
+
 def remove(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()

@@ -14,7 +14,7 @@ from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.errors import ConfigError, DiskWait
 from lora_moe_rl.run.room import check_room, room
 
 FORMS = {
@@ -50,6 +50,12 @@ def test_a_disk_with_room_for_the_canonical_numbers_alone_is_too_small(tmp_path,
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
         with pytest.raises(ConfigError, match="no room for one checkpoint"):
             check_room(config, spec)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(DiskWait, match="no room for one checkpoint"):  # it goes on later
+        check_room(config, spec)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, found.first))
     text, warnings = check_room(config, spec)
     assert "a checkpoint has" in text and len(warnings) == 1

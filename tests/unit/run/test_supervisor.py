@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,12 +14,14 @@ import psutil
 import pytest
 
 from lora_moe_rl.cli import main
-from lora_moe_rl.errors import FAULT, ActorFailed, ClusterError, MismatchError
+from lora_moe_rl.errors import DISK, FAULT, ActorFailed, ClusterError, MismatchError
+from lora_moe_rl.run import supervisor
 from lora_moe_rl.run.supervisor import Lives, Newest
 
 
 def test_the_end_of_a_run_and_errors_that_would_come_again_are_the_end():
-    for code in (0, 1, 2, 130, -signal.SIGTERM, -signal.SIGINT, MismatchError.exit_code):
+    asked = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+    for code in (0, 1, 2, 130, *asked, MismatchError.exit_code):
         assert Lives(3, Newest()).ended(code, Newest()) is None, code
 
 
@@ -38,6 +41,13 @@ def test_only_lives_without_a_new_checkpoint_are_bounded():
     assert lives.in_vain == 3
 
 
+def test_a_disk_is_waited_for_however_long_that_takes():
+    lives = Lives(2, Newest())
+    codes = [FAULT, FAULT, *[DISK] * 9]
+    assert all(lives.ended(code, Newest()) for code in codes)
+    assert lives.in_vain == 2 and lives.ended(FAULT, Newest()) is None
+
+
 def test_a_checkpoint_in_the_place_of_a_damaged_one_is_a_new_one(run_dir):
     """Step 2 was damaged: the run went on from an earlier one, and came to it again."""
     root = run_dir / "checkpoints"
@@ -54,15 +64,19 @@ def test_a_checkpoint_in_the_place_of_a_damaged_one_is_a_new_one(run_dir):
 DRIVER = """
 import sys
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.run import supervisor
 from lora_moe_rl.run.supervisor import supervise
+supervisor.DISK_S = float(sys.argv[5])
 config = RunConfig(logging={"run_dir": sys.argv[1]}, faults={"max_resumes": int(sys.argv[2])})
 first, later = (["sh", "-c", script] for script in sys.argv[3:5])
 sys.exit(supervise(config, first, later))
 """
 
 
-def start(run_dir: Path, first: str, later: str, max_resumes: int = 3) -> subprocess.Popen:
-    arguments = [str(run_dir), str(max_resumes), first, later]
+def start(
+    run_dir: Path, first: str, later: str, max_resumes: int = 3, disk_s: float = 1.0
+) -> subprocess.Popen:
+    arguments = [str(run_dir), str(max_resumes), first, later, str(disk_s)]
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, *arguments],
         stderr=subprocess.PIPE,
@@ -121,6 +135,65 @@ def test_a_signal_reaches_the_run_once_and_it_is_not_started_again(run_dir, tmp_
     assert (tmp_path / "asked").read_text().split() == ["asked"]
 
 
+def test_a_full_disk_does_not_use_up_the_bound(run_dir, tmp_path):
+    count = f"echo x >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit {DISK}"
+    driver = start(run_dir, "exit 75", count, max_resumes=1)
+    began = time.monotonic()
+    _, said = driver.communicate(timeout=600)
+    assert driver.returncode == 0 and time.monotonic() - began > 2
+    assert said.count("the disk is full or away") == 2
+
+
+def test_a_note_that_the_disk_refuses_ends_nothing(run_dir):
+    (run_dir / "logs/supervisor.log").symlink_to("/dev/full")
+    driver = start(run_dir, "kill -9 $$", "exit 0")
+    _, said = driver.communicate(timeout=600)
+    assert driver.returncode == 0 and "signal SIGKILL" in said
+
+
+def test_a_console_that_is_gone_ends_nothing_either(run_dir, tmp_path):
+    driver = start(run_dir, "sleep 1; kill -9 $$", f"touch {tmp_path}/there")
+    assert driver.stderr is not None
+    driver.stderr.close()
+    driver.stderr = None
+    driver.communicate(timeout=600)
+    assert driver.returncode == 0 and (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_between_two_lives_is_heard(run_dir, tmp_path, number):
+    """It waits for what the dead run has left. The first process of a container would not hear of a
+    signal that has no handler."""
+    orphan = "setsid sleep 3 > /dev/null 2>&1 &"
+    driver = start(run_dir, f"{orphan} kill -9 $$", f"touch {tmp_path}/later")
+    run = psutil.Process(driver.pid)
+    while not any(child.name() == "sleep" for child in run.children()):  # it was adopted
+        time.sleep(0.05)
+    driver.send_signal(number)
+    driver.communicate(timeout=600)
+    assert driver.returncode == 130 and not (tmp_path / "later").exists()
+
+
+def test_a_signal_while_a_disk_is_waited_for_is_heard(run_dir, tmp_path):
+    driver = start(run_dir, f"exit {DISK}", f"touch {tmp_path}/later", disk_s=600)
+    log = run_dir / "logs/supervisor.log"
+    while not log.exists() or not log.read_text():
+        time.sleep(0.05)
+    driver.terminate()
+    driver.communicate(timeout=600)
+    assert driver.returncode == 130 and not (tmp_path / "later").exists()
+
+
+def test_a_process_that_cannot_be_started_is_a_life_in_vain(monkeypatch, capsys):
+    def popen(*args, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(supervisor, "DISK_S", 0.0)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
+    assert supervisor._live(["true"], supervisor.Asked()) == FAULT
+    assert "cannot be started: [Errno 12] Cannot allocate memory" in capsys.readouterr().err
+
+
 def test_the_run_is_asked_to_end_when_its_supervisor_is_killed(run_dir, tmp_path):
     driver = start(run_dir, f"echo $$ > {tmp_path}/pid; exec sleep 600", "exit 1")
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -133,8 +206,6 @@ def test_the_run_is_asked_to_end_when_its_supervisor_is_killed(run_dir, tmp_path
 
 
 def test_what_goes_on_is_the_same_command_with_resume(monkeypatch):
-    import lora_moe_rl.run.supervisor as supervisor
-
     calls = []
     monkeypatch.setattr(supervisor, "supervise", lambda *what: calls.append(what) or 7)
     words = ["recipes/tiny_arithmetic.py", "--supervise", "--resume-from", "X", "trainer.steps=3"]
