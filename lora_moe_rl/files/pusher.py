@@ -41,6 +41,19 @@ class Failed(Exception):
         return self.code in (ConfigError.exit_code, OTHERS)
 
 
+def _start(words: list[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lora_moe_rl.files.storage", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:  # no memory, or too many files or processes
+        raise Failed(f"no process can be started: {error}") from error
+
+
 class Pusher:
     """A context manager; on leaving it waits for what is under way, as long as that may take,
     unless the run is ended at once.
@@ -126,9 +139,10 @@ class Pusher:
             try:
                 self._copy(taken)
                 self.pushed = step_of(taken)
-            except Failed as error:
+            except Exception as error:  # whatever it is, the next one has its turn
+                why = str(error) if isinstance(error, Failed) else repr(error)
                 self.say(
-                    f"{taken.name} was not copied to {self.config.push_to}: {error}; the run and "
+                    f"{taken.name} was not copied to {self.config.push_to}: {why}; the run and "
                     f"its own checkpoints are untouched (checkpoint.push_retries="
                     f"{self.config.push_retries}, push_timeout_s={self.config.push_timeout_s:g})"
                 )
@@ -168,13 +182,7 @@ class Pusher:
         """One process; returns what it prints. Its input is held open: where it ends, the run has,
         and so does it. Ctrl-C does not reach it, which ends the run after its step and not this.
         """
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lora_moe_rl.files.storage", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        process = _start(words)
         held, process.stdin = process.stdin, None  # which `communicate` would close
         try:
             printed, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))

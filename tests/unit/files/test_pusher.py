@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -95,6 +96,40 @@ def test_a_newer_one_takes_the_place_of_one_that_waits(run, tmp_path, monkeypatc
             time.sleep(0.2)
     assert storage.steps(str(tmp_path / "copies")) == [1, 3]
     assert "step-000002 is not copied" in said[0]
+
+
+def test_a_process_that_cannot_be_started_is_a_try_that_failed(run, tmp_path, monkeypatch):
+    """Memory is short for a moment."""
+    said: list[str] = []
+    real, fails = subprocess.Popen, [OSError(errno.ENOMEM, "Cannot allocate memory")]
+
+    def popen(*args, **options):
+        if fails:
+            raise fails.pop()
+        return real(*args, **options)
+
+    with pushing(run, tmp_path / "copies", said, push_retries=1) as push:
+        monkeypatch.setattr(pusher.subprocess, "Popen", popen)
+        push.push(write(run, 1), None)
+    assert push.pushed == 1 and not fails and not said
+
+
+def test_whatever_a_copy_fails_with_the_next_has_its_turn(run, tmp_path, monkeypatch):
+    said: list[str] = []
+    copy = Pusher._copy
+
+    def fails_first(self, taken):
+        if taken.name == "step-000001":
+            raise KeyError("what")
+        copy(self, taken)
+
+    monkeypatch.setattr(Pusher, "_copy", fails_first)
+    with pushing(run, tmp_path / "copies", said) as push:
+        push.push(write(run, 1), None)
+        while not said:
+            time.sleep(0.05)
+        push.push(write(run, 2), None)
+    assert push.pushed == 2 and "step-000001 was not copied" in said[0] and "KeyError" in said[0]
 
 
 def test_copies_of_another_run_are_not_written_over(run, tmp_path):
