@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from lora_moe_rl.files.replacing import replace_file
 
 
 def to_json(record: dict[str, Any]) -> str:
@@ -42,11 +41,11 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _lines(path: Path) -> list[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a JSONL file, with their ends. Only a line feed ends one: str.splitlines would
     also split at U+2028 and its like, which JSON leaves as they are inside a text."""
     with open(path, "rb") as file:
-        return file.readlines()
+        yield from file
 
 
 LINE_BYTES = 400  # as long as most are
@@ -65,17 +64,47 @@ def tail(path: Path, num_lines: int) -> str:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Records of later steps, and lines that are none, go to a .bak file beside."""
+    """Records of later steps, and lines that are none, go to a .bak file beside. What comes before
+    the first of them, mostly all of the file, is not written anew."""
     if not path.exists():
         return
-    kept, cut = [], []
+    begins = 0
     for line in _lines(path):
-        try:
-            keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            keep = False
-        (kept if keep else cut).append(line)
-    if cut:
-        with open(path.with_name(path.name + ".bak"), "ab") as backup:
-            backup.writelines(line if line.endswith(b"\n") else line + b"\n" for line in cut)
-        replace_file(path, b"".join(kept))
+        if not _is_until(line, step):
+            break
+        begins += len(line)
+    else:
+        return
+    with open(path, "r+b") as file:
+        file.seek(begins)
+        kept = _cut(file, path.with_name(path.name + ".bak"), step)
+        file.seek(begins)
+        file.truncate()
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _cut(lines: Iterable[bytes], backup: Path, step: int) -> list[bytes]:
+    """Appends to `backup` the lines that go, all or, when the disk refuses, none; returns those
+    that stay: of evaluations, which may come after the steps that follow them."""
+    kept, before = [], backup.stat().st_size if backup.exists() else 0
+    try:
+        with open(backup, "ab") as file:
+            for line in lines:
+                if _is_until(line, step):
+                    kept.append(line)
+                else:
+                    file.write(line if line.endswith(b"\n") else line + b"\n")
+    except OSError:
+        with suppress(OSError):
+            os.truncate(backup, before)
+        raise
+    return kept
