@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,8 +15,6 @@ from lora_moe_rl.errors import MismatchError
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.rollout.facts import Dtype
 from lora_moe_rl.telemetry import console, names
-
-log = logging.getLogger(__name__)
 
 # Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
 # what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
@@ -93,7 +90,6 @@ class MismatchBounds:
             f"mismatch.stop_above_old={self.config.mismatch.stop_above_old:g}"
         )
         console.warn(text)
-        log.info(text)
 
 
 def sampled_versions(samples: Iterable[Sample]) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ from lora_moe_rl.run.sample_metrics import (
 from lora_moe_rl.telemetry import console, details, expert_loads, names
 from lora_moe_rl.telemetry.clock import Clock
 from lora_moe_rl.telemetry.metrics import MetricsWriter
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,8 @@ class Records:
         self._drawn_again = self._stayed = 0  # groups since the last record
         self._bar: console.Bar | None = None
         self.performance: Performance | None = None  # start.py gives it
+        # The newest step that is copied elsewhere; start.py gives it, with checkpoint.push_to.
+        self.copied: Callable[[], int] | None = None
 
     @contextmanager
     def progress(self) -> Iterator[None]:
@@ -211,6 +210,7 @@ class Records:
         stages = (*names.stages(self.config.offline), "records")
         seconds = {names.time(stage): clock.seconds[stage] for stage in stages}
         record |= seconds | {names.STEP_SECONDS: clock.seconds["total"]}
+        record |= self._behind(facts.step)
         if self.performance is not None:
             spent = (seconds[names.time("train")], clock.seconds["total"])
             shared = record.get(names.PROMPTS_SHARED, 0.0)
@@ -222,8 +222,14 @@ class Records:
         if not self.config.offline:
             for warning in self._health.look(facts.step, facts.groups, facts.signals):
                 console.warn(warning)
-                log.info(warning)
         self.done = facts.step
+
+    def _behind(self, step: int) -> dict[str, float]:
+        """How many steps would be lost with the run's process, and with its disk."""
+        behind = {names.CHECKPOINT_BEHIND: step - self.checkpoints.newest}
+        if self.copied is not None:
+            behind[names.COPY_BEHIND] = step - self.copied()
+        return behind
 
     def _routes(self, facts: StepFacts) -> dict[str, float]:
         """Writes how often each expert was chosen, and sums it up; nothing of a dense model."""

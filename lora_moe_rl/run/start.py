@@ -144,6 +144,8 @@ def _run(run: Prepared, own_ray: OwnRay, pusher: Pusher) -> None:
         if run.resumed and run.found is not None and run.found.path is not None:
             pusher.push(run.found.path, None)  # if a stop came before its copy
         records = Records(*parts, done=run.step, dtype=dtype, written=pusher.push)
+        if run.config.checkpoint.push_to is not None:
+            records.copied = lambda: pusher.pushed or run.step
         records.checkpoints.frozen = None if run.frozen is None else run.frozen.digest
         records.performance = Performance.of_model(run.config, run.spec, run.model_dir, dtype)
         with _signals(records), records.checkpoints:

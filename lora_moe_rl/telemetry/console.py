@@ -70,6 +70,9 @@ _STEP, _WAITING, _LEFT = ("step", 8), ("waiting", 13), ("left", 8)
 _STEPS_OF_ETA = 20
 SHOWN_OF_EVAL = ("avg", "avg_ci95", "response_length", "truncated", "failed")
 
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())  # without a log nothing is said a second time
+
 Way = Literal["lines", "quiet", "json"]
 _way: Way = "lines"
 _console = Console(file=OUT, highlight=False, emoji=False, soft_wrap=True)
@@ -253,7 +256,9 @@ def say(message: str, style: str = "") -> None:
 
 
 def warn(message: str) -> None:
-    """On stderr, as what goes to stdout may be read by a program."""
+    """On stderr, as what goes to stdout may be read by a program; and in the log, if there is one:
+    nobody may look at the console."""
+    log.warning(message)
     _errors.print(Text("warning: ", style="yellow"), Text(message), sep="")
 
 
@@ -310,7 +315,7 @@ def say_notes(notes: list[str]) -> None:
     """Prints what a run did to the adapter that it starts from."""
     for note in notes:
         say(note, "yellow")
-        logging.getLogger(__name__).info(note)
+        log.info(note)
 
 
 def say_stopping() -> None:
@@ -330,5 +335,6 @@ def log_to(path: Path) -> None:
     to_file.setFormatter(logging.Formatter(FORMAT))
     to_stderr = logging.StreamHandler(ERR)
     to_stderr.setLevel(logging.WARNING)
+    to_stderr.addFilter(lambda record: record.name != __name__)  # which says it there itself
     to_stderr.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_stderr], force=True)

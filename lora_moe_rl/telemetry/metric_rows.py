@@ -192,6 +192,9 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("time/copies", "s", "down", "of time/train: ranks leave copies of adapter and moments (trainer.max_restarts), while parts of the version are made", "", ""),
     ("time/records", "s", "down", "writing samples, order and experts' loads of the step", "", ""),
     ("time/step", "s", "down", "the whole step", "timing_s/step, perf/time_per_step", "step_time"),
+    # Checkpoints.
+    ("checkpoint/steps_behind", "steps", "down", "since the newest checkpoint that is written, before that of this step", "", ""),
+    ("checkpoint/copy_steps_behind", "steps", "down", "with checkpoint.push_to: since the newest checkpoint that is copied, or since the run went on where none is yet", "", ""),
     # Performance.
     ("perf/tokens_per_second_per_gpu", "tokens/s", "up", "all tokens of the step's samples, prompts too, a second of the whole step and a trainer rank or engine worker, which count once where they take turns (placement.mode=colocated)", "perf/throughput", ""),
     ("perf/tflops_per_gpu", "TFLOP/s", "up", "operations of the model that the update needs, a second of time/train and a trainer rank", "", ""),

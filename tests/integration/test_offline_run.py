@@ -29,6 +29,7 @@ HELD = (f"eval.sets.sums.generator={SFT}:rows", "eval.sets.sums.limit=90", "eval
 HELD += ("checkpoint.best_metric=eval/sums/nll", "checkpoint.best_is=smallest")
 HELD += ("checkpoint.keep_best=1",)
 CLOCKS = ("eval/seconds", "time/", "idle/", "perf/", "memory/", "data/tokens_per_second")
+CLOCKS += ("checkpoint/",)  # one that was stopped has a checkpoint of that step
 
 
 @dataclass

@@ -146,6 +146,8 @@ def test_what_is_on_record_tells_of_no_engine(tmp_path):
         "idle/trainer",
     }
     assert metrics[1]["optim/skipped"] == 1
+    assert [step["checkpoint/steps_behind"] for step in metrics] == [1, 2, 3]
+    assert "checkpoint/copy_steps_behind" not in metrics[0]
     spans = [span for step in read_jsonl(run_dir.timeline_file) for span in step["spans"]]
     assert {span[0] for span in spans} <= {"feed", "trainer", "publish"}
 

@@ -223,3 +223,11 @@ def test_samples_of_several_versions_and_what_they_feed_again_are_counted():
         "rollout/fed_again": (3 + 1 + 3) / 12,
     }
     assert continued_metrics([sample([3, 4, 5])])["rollout/fed_again"] == 0
+
+
+def test_how_far_checkpoints_and_copies_are_behind(tmp_path):
+    """A disk or a place for copies that refuses shows where nobody reads warnings."""
+    records = records_in(tmp_path)
+    records.checkpoints.newest, records.copied = 10, lambda: 5
+    behind = {"checkpoint/steps_behind": 2, "checkpoint/copy_steps_behind": 7}
+    assert records._behind(12) == behind

@@ -152,6 +152,12 @@ def test_other_commands_end_with_their_reader():
     assert program.returncode == 1 and program.stderr == ""
 
 
+def test_without_a_log_a_warning_is_said_once():
+    words = ["from lora_moe_rl.telemetry import console", "console.warn('there')"]
+    done = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True)
+    assert done.stderr == "warning: there\n"
+
+
 def test_the_log_goes_to_stderr_as_long_as_there_is_one(tmp_path, monkeypatch):
     before = list(logging.root.handlers)
     disk = Disk()
@@ -161,6 +167,10 @@ def test_the_log_goes_to_stderr_as_long_as_there_is_one(tmp_path, monkeypatch):
         logging.getLogger("x").warning("first")
         disk.full = False
         logging.getLogger("x").warning("second")
-        assert disk.text == "WARNING x: second\n"
+        console.warn("no copy")
+        assert disk.text == "WARNING x: second\nwarning: no copy\n"  # each is there once
+        assert "W lora_moe_rl.telemetry.console: no copy" in (
+            (tmp_path / "controller.log").read_text()
+        )
     finally:
         logging.basicConfig(handlers=before, force=True)
