@@ -83,6 +83,7 @@ usage: {prog} [key=value | --key value | @FILE ...] [--resume] [--dry-run] [--qu
   key=value, --key value   set a key of the config; lists: a,b or [a, b]; nothing: null
   @FILE                    lay a YAML, JSON or TOML file of keys over the config
   --resume                 go on from the newest valid checkpoint of the run directory
+  --resume=auto            the same if there is a run, else begin one: for what starts by itself
   --resume-from DIR        go on from this checkpoint (RUN/checkpoints/step-000100), as a new run in
                            a logging.run_dir of its own
   --supervise              start the run again, from its newest checkpoint, when its process dies
@@ -120,30 +121,46 @@ def train(arguments: Sequence[str], config: RunConfig | None = None, prog: str =
         about = "" if config else ABOUT_TRAIN
         print(TRAIN_USAGE.format(prog=usage, about=about) + config_help(config or RunConfig()))
         return 0
-    config = _resolved(settings, config, "--resume" in flags)
+    config = _resolved(settings, config, bool(flags & {"--resume", AUTO}))
+    if "--supervise" in flags:
+        again = [*sorted({*flags, "--resume"} - {"--supervise", AUTO}), *settings]
+        return _supervise(config, arguments, again, prog)
+    resume = "--resume" in flags or (AUTO in flags and _has_begun(config))
+    fork = None if resume else fork  # with --resume=auto it is what a run begins with
     if "--dry-run" in flags:
         print(to_yaml(config), end="", flush=True)
         from lora_moe_rl.run.check import require
         from lora_moe_rl.telemetry import console
 
-        require(config, "--resume" in flags, fork, console.warn)
+        require(config, resume, fork, console.warn)
         return 0
-    if "--supervise" in flags:
-        from lora_moe_rl.run.supervisor import supervise
-
-        way_in = [prog] if prog else ["-m", "lora_moe_rl", "train"]
-        words = [word for word in arguments if word != "--supervise"]
-        again = [*sorted({*flags, "--resume"} - {"--supervise"}), *settings]
-        command = [sys.executable, *way_in]
-        return supervise(config, command + words, command + again)
     from lora_moe_rl.run.start import run
     from lora_moe_rl.telemetry import console
 
     for flag in SPEAKING.keys() & flags:
         console.speak(SPEAKING[flag])
     with interrupts():  # the run itself takes over once its actors have started
-        run(config, resume="--resume" in flags, fork=fork)
+        run(config, resume, fork)
     return 0
+
+
+def _supervise(config: RunConfig, arguments: Sequence[str], again: list[str], prog: str) -> int:
+    """`again`: the arguments with which the run goes on."""
+    from lora_moe_rl.run.supervisor import supervise
+
+    way_in = [prog] if prog else ["-m", "lora_moe_rl", "train"]
+    command = [sys.executable, *way_in]
+    first = [word for word in arguments if word != "--supervise"]
+    return supervise(config, command + first, command + again)
+
+
+def _has_begun(config: RunConfig) -> bool:
+    """Whether the run directory holds a run to go on with."""
+    from lora_moe_rl.files.run_dir import RunDir
+    from lora_moe_rl.files.trouble import waited_for
+
+    with waited_for(config.run_dir, resume=True):
+        return RunDir(config, resume=True).has_steps
 
 
 def _resolved(
@@ -208,7 +225,8 @@ def _eval(arguments: Sequence[str]) -> int:
     return 0
 
 
-TRAIN_FLAGS = {"--help", "-h", "--resume", "--supervise", "--dry-run", "--traceback"}
+AUTO = "--resume=auto"
+TRAIN_FLAGS = {"--help", "-h", "--resume", AUTO, "--supervise", "--dry-run", "--traceback"}
 SPEAKING: dict[str, Literal["quiet", "json"]] = {"--quiet": "quiet", "--json": "json"}
 
 

@@ -39,8 +39,7 @@ class Job:
     @property
     def train(self) -> str:
         """A bash command line that begins the run, or goes on with it once it has steps."""
-        begun = f"[ -s {self.run_dir}/metrics.jsonl ] && echo --resume"
-        return f"lora-moe-rl train {self.config_file} $({begun})"
+        return f"lora-moe-rl train {self.config_file} --resume=auto"
 
 
 def nodes_needed(config: RunConfig, gpus: int) -> int:

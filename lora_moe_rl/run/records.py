@@ -226,7 +226,7 @@ class Records:
 
     def _behind(self, step: int) -> dict[str, float]:
         """How many steps would be lost with the run's process, and with its disk."""
-        behind = {names.CHECKPOINT_BEHIND: step - self.checkpoints.newest}
+        behind: dict[str, float] = {names.CHECKPOINT_BEHIND: step - self.checkpoints.newest}
         if self.copied is not None:
             behind[names.COPY_BEHIND] = step - self.copied()
         return behind

@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,8 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lora_moe_rl import cli
+from lora_moe_rl import cli, recipe
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.errors import DISK
 from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.run import supervisor
 from lora_moe_rl.run.signals import Stopped
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +229,54 @@ def test_a_run_that_was_asked_to_stop_ends_without_the_word_error(capsys):
 
     assert cli.exit_code_of(stopped, []) == cli.INTERRUPTED
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What a run is started with."""
+    from lora_moe_rl.run import start
+
+    found = []
+    monkeypatch.setattr(start, "run", lambda config, *how: found.append(how))
+    return found
+
+
+@pytest.mark.parametrize("way_in", ["train", "recipe"])
+def test_one_command_begins_a_run_and_goes_on_with_it(tmp_path, runs, way_in):
+    def begin(*more: str) -> int | str | None:
+        words = [f"logging.run_dir={tmp_path}", "--resume=auto", *more]
+        if way_in == "train":
+            return cli.main(["train", *words])
+        with pytest.raises(SystemExit) as caught:
+            recipe.main(RunConfig(), "mine.py", words)
+        return caught.value.code
+
+    assert begin() == 0
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").touch()  # it failed before its first step
+    assert begin("--resume-from", "OTHER/checkpoints/step-000002") == 0
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert begin("--resume-from", "OTHER/checkpoints/step-000002") == begin() == 0
+    fork = Path("OTHER/checkpoints/step-000002")
+    assert runs == [(False, None), (False, fork), (True, None), (True, None)]
+
+
+def test_it_waits_for_a_disk_that_is_away(tmp_path, runs, monkeypatch, capsys):
+    def refuses(run_dir):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunDir, "has_steps", property(refuses))
+    assert cli.main(["train", f"logging.run_dir={tmp_path}", "--resume=auto"]) == DISK
+    assert not runs and "Stale file handle" in capsys.readouterr().err
+
+
+def test_what_is_supervised_goes_on_where_there_is_something_by_then(monkeypatch):
+    calls = []
+    monkeypatch.setattr(supervisor, "supervise", lambda *what: calls.append(what) or 0)
+    assert cli.main(["train", "--supervise", "--resume=auto", "trainer.steps=3"]) == 0
+    ((_, first, later),) = calls
+    assert first[4:] == ["--resume=auto", "trainer.steps=3"]
+    assert later[4:] == ["--resume", "trainer.steps=3"]
 
 
 def test_a_run_is_either_quiet_or_says_its_records(capsys):
