@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import numpy as np
 import pytest
-from browser import Browser
+from browser import Browser, at
 from recorded_run import experts_of, loads_of, record
 
-from lora_moe_rl.page.link import HOST, link
+from lora_moe_rl.page.link import link
 from lora_moe_rl.page.samples import Choice, Samples
-from lora_moe_rl.page.server import listen, make_server
 from lora_moe_rl.page.static_page import static_page
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page") / "runs"
-    record(folder / "first", range(1, 7), False, "logging.tokens=true", "logging.routes=true")
-    record(folder / "second", range(1, 4), False, "trainer.lr=0.125")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(runs):
-    with listen(0) as socket:
-        server = make_server(runs)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
-        thread.start()
-        yield f"http://{HOST}:{socket.getsockname()[1]}/"
-        server.should_exit = True
-        thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("chromium") / "profile") as found:
-        yield found
-
-
-@pytest.fixture
-def browser(chromium, address):
-    """The browser; at the end it has to have met no error, asked nobody else, run nothing of a
-    sample's text, and said nothing of trouble."""
-    chromium.errors.clear()
-    chromium.requests.clear()
-    yield chromium
-    assert chromium.errors == []
-    allowed = (address, "about:", "data:", "file:")
-    assert [url for url in chromium.requests if not url.startswith(allowed)] == []
-    assert chromium.evaluate("window.planted") is None
-    assert chromium.evaluate("document.getElementById('trouble').hidden")
-
-
-def at(address: str, **state: str) -> str:
-    return address + "#" + "&".join(f"{key}={value}" for key, value in state.items())
 
 
 def painted(browser: Browser, metric: str) -> int:

@@ -39,6 +39,11 @@ def find_browser() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def at(address: str, **state: str) -> str:
+    """The address of a page in this state."""
+    return address + "#" + "&".join(f"{key}={value}" for key, value in state.items())
+
+
 class Navigated(Exception):
     """The page that was asked is gone: another one came in its place before it answered."""
 

@@ -29,17 +29,18 @@ const curves = {
     fill(root, this.table, h("div", { class: "tools", style: { "margin-top": "16px" } }, this.search, h("label", null, "smooth", this.smooth), this.reset, this.hint), this.charts);
   },
 
-  async update() {
+  async update(newest) {
     if (document.activeElement !== this.search) this.search.value = state.q;
     this.smooth.value = state.smooth;
     this.reset.hidden = !state.x;
     const runs = chosenRuns(), names = await namesOf(runs);
+    if (!newest()) return;
     const sections = sectionsOf(names), wanted = JSON.stringify([sections, runs]);
     if (wanted !== this.drawn) {
       this.drawn = wanted;
       this.build(sections);
     } else for (const chart of charts) this.paint(chart);
-    await this.summary(runs);
+    await this.summary(runs, newest);
   },
 
   build(sections) {
@@ -70,9 +71,10 @@ const curves = {
     chart.show(series.filter(({ points }) => points.length), { range, smooth: Number(state.smooth), log: isLog(chart.name) });
   },
 
-  async summary(runs) {
+  async summary(runs, newest) {
     const columns = [["reward/mean", "reward", ends], ["loss/nll", "loss", ends], ["loss/dpo", "loss", ends], ["mismatch/kl", "mismatch KL (max)", largest], ["replay/coverage", "replayed (min)", least], ["rollout/tokens_per_second", "tokens/s", middle], ["time/step", "step s", middle]];
     await Promise.all(runs.map((run) => metricStore.need(run, columns.map(([name]) => name))));
+    if (!newest()) return;
     const shown = columns.filter(([name]) => runs.some((run) => metricStore.series(run, name).length));
     const row = (run) => {
       const about = state_runs.find(({ name }) => name === run);

@@ -7,8 +7,9 @@ const FIRST_CHOICE = 3;
 const settingsView = {
   mount(root) { this.root = root; },
 
-  async update() {
+  async update(newest) {
     const runs = chosenRuns(), found = await Promise.all(runs.map((run) => source.settings(run)));
+    if (!newest()) return;
     const keys = [...new Set(found.flatMap(({ settings }) => Object.keys(settings)))];
     const text = (i, key) => (key in found[i].settings ? textOf(found[i].settings[key] ?? null) : "–");
     const differs = (key) => runs.some((_, i) => text(i, key) !== text(0, key));
@@ -27,7 +28,7 @@ const VIEWS = {
 };
 
 let state_runs = []; // all runs, the newest first
-let root = "", shownView = "", busy = Promise.resolve();
+let root = "", shownView = "", renders = 0, busy = Promise.resolve();
 
 /** The runs that are chosen, in the order of the list; at first, the newest. */
 function chosenRuns() {
@@ -87,6 +88,8 @@ async function attempt(call) {
   }
 }
 
+/** Shows the state. A view's `update(newest)` waits for answers; once `newest()` is false, something
+ * else was asked for meanwhile, and what it waited for is not shown. */
 function render() {
   if (!(state.view in VIEWS)) state.view = DEFAULTS.view;
   drawSide();
@@ -98,12 +101,14 @@ function render() {
     tip();
     view.mount(byId("view"));
   }
-  busy = attempt(() => view.update());
+  const mine = ++renders;
+  busy = attempt(() => view.update(() => mine === renders));
   return busy;
 }
 
 /** Looks at what is new, while the page is in sight. */
 async function look() {
+  await busy; // what is slow to come is shown before it is asked for anew
   if (!document.hidden) {
     const before = JSON.stringify(state_runs);
     const found = await attempt(() => source.runs());

@@ -46,12 +46,12 @@ function heatMap(title, rows, values, label, left, { tall = ROW, pick, chosen, f
 const adapterView = {
   mount(root) { this.root = root; this.of = null; },
 
-  async update() {
+  async update(newest) {
     const run = focusedRun();
     if (!run || this.of === run) return;
     fill(this.root, h("div", { class: "tools" }, runChoice()), h("p", { class: "empty" }, "reading checkpoints …"));
     const { checkpoints } = await source.adapter(run);
-    if (focusedRun() !== run) return;
+    if (!newest()) return;
     this.of = run;
     const good = checkpoints.filter((one) => one.sites), last = good.at(-1);
     const broken = checkpoints.filter((one) => one.error).map((one) => h("p", { class: "bad" }, `checkpoint of step ${one.step}: ${one.error}`));

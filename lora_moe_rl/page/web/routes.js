@@ -29,14 +29,13 @@ const routesView = {
     fill(root, this.tools, this.loads, this.more);
   },
 
-  async update() {
+  async update(newest) {
     const runs = chosenRuns(), run = focusedRun();
     if (!run) return;
-    const asked = [run, state.step, state.layer].join("/");
     const [found] = await Promise.all([source.routes(run, state.step), this.drawLayers(runs)]);
     const layers = found.shown?.layers || [];
     const byStep = layers.length ? await this.layerBySteps(run, layers.includes(Number(state.layer)) && state.layer !== "" ? Number(state.layer) : layers[0], found.newest) : null;
-    if (asked !== [focusedRun(), state.step, state.layer].join("/")) return; // another one is under way
+    if (!newest()) return;
     fill(this.run, runChoice());
     this.found = { ...found, byStep };
     this.drawLoads(run, this.found);

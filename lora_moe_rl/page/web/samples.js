@@ -25,20 +25,19 @@ const samplesView = {
     this.detail = h("div", { class: "card detail", id: "sample" });
     fill(root, h("div", { class: "tools" }, this.runBox, text, steps, rewards, input("row", "number", "prompt #", "104px"), select("finish", "how it ended"), select("data_set", "data set"), this.inputs.order, this.clear),
       h("div", { class: "samples" }, h("div", null, this.pager, this.list), this.detail));
-    this.asked = 0;
   },
 
-  async update() {
+  async update(newest) {
     const run = focusedRun();
     fill(this.runBox, runChoice());
     this.runBox.hidden = !this.runBox.firstChild;
     for (const [key, element] of Object.entries(this.inputs)) if (document.activeElement !== element) element.value = state[key];
     this.clear.hidden = FILTERS.every((key) => key === "order" || !state[key]);
     if (!run) return void fill(this.list, h("p", { class: "empty" }, "Choose a run."));
-    const choice = Object.fromEntries(FILTERS.map((key) => [key, state[key]])), ticket = ++this.asked;
-    const waiting = setTimeout(() => fill(this.pager, "reading samples …"), 250);
+    const choice = Object.fromEntries(FILTERS.map((key) => [key, state[key]]));
+    const waiting = setTimeout(() => newest() && fill(this.pager, "reading samples …"), 250);
     const found = await source.samples(run, choice, Number(state.offset), PER_PAGE).finally(() => clearTimeout(waiting));
-    if (ticket !== this.asked) return; // something else was asked for meanwhile
+    if (!newest()) return;
     this.found = found;
     this.options("finish", "any end", found.finish_reasons);
     this.options("data_set", "any data set", found.data_sets);
@@ -47,7 +46,7 @@ const samplesView = {
     if (!found.list.length) fill(this.list, h("p", { class: "empty", style: { "padding-left": "14px" } }, found.samples ? "No sample fits." : "There are no samples yet."));
     const number = state.n || found.list[0]?.number;
     if (number === undefined) return void fill(this.detail, h("p", { class: "empty" }, "Nothing to show."));
-    await this.show(run, number);
+    await this.show(run, number, newest);
   },
 
   options(key, any, words) {
@@ -72,11 +71,12 @@ const samplesView = {
       h("div", { class: "text" }, h("span", { class: "dim" }, one.prompt, " "), one.response));
   },
 
-  async show(run, place) {
-    const sample = await source.sample(run, place), ticket = this.asked;
+  async show(run, place, newest) {
+    const sample = await source.sample(run, place);
+    if (!newest()) return;
     for (const item of this.list.children) item.setAttribute("aria-selected", String(item.dataset.number === String(place)));
     const group = await source.samples(run, { ...Object.fromEntries(FILTERS.map((key) => [key, ""])), step_from: String(sample.step), step_to: String(sample.step), row: String(sample.row), order: "oldest" }, 0, 200);
-    if (ticket !== this.asked) return;
+    if (!newest()) return;
     const kept = this.detail.dataset.number === String(place) ? this.detail.scrollTop : 0;
     this.detail.dataset.number = place;
     fill(this.detail, facts(sample), parts(sample), this.strip(sample, group.list), conversation(sample));

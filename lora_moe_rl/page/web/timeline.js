@@ -13,17 +13,18 @@ const timelineView = {
     fill(root, this.tools, this.box, this.none);
   },
 
-  async update() {
+  async update(newest) {
     const run = focusedRun();
     if (!run) return;
-    const { first, newest, steps } = await source.timeline(run, state.at, state.count);
+    const { first, newest: end, steps } = await source.timeline(run, state.at, state.count);
+    if (!newest()) return;
     this.box.hidden = !steps.length;
     this.none.hidden = steps.length > 0;
     this.steps = steps;
     const last = steps.at(-1)?.step ?? 0, count = Number(state.count), trace = source.traceLink(run);
-    const to = (at) => go({ at: at >= newest ? "" : String(Math.max(at, first)) }, true);
+    const to = (at) => go({ at: at >= end ? "" : String(Math.max(at, first)) }, true);
     fill(this.tools, runChoice(),
-      source.live && [h("button", { type: "button", disabled: !steps.length || steps[0].step <= first, onclick: () => to(last - count) }, "‹ earlier"), h("button", { type: "button", disabled: last >= newest, onclick: () => to(last + count) }, "later ›"),
+      source.live && [h("button", { type: "button", disabled: !steps.length || steps[0].step <= first, onclick: () => to(last - count) }, "‹ earlier"), h("button", { type: "button", disabled: last >= end, onclick: () => to(last + count) }, "later ›"),
         h("label", null, "steps", h("input", { type: "number", min: "1", max: "50", value: state.count, style: { width: "70px" }, "aria-label": "number of steps", onchange: (event) => go({ count: event.target.value || "6" }, true) }))],
       Object.entries(WORK).map(([what, color]) => h("span", { class: "dim" }, h("i", { class: "swatch", style: { background: color } }), what)),
       trace && h("a", { href: trace, download: "timeline.trace.json" }, "trace of the last steps, for Perfetto"));
