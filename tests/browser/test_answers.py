@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import Browser, at
+from recorded_run import record
 
 pytestmark = pytest.mark.browser
 
@@ -78,3 +79,43 @@ def test_a_late_timeline_is_not_shown(browser, address):
     browser.evaluate("go({ at: '4' }); busy")
     release(browser)
     assert browser.evaluate("timelineView.steps.map(one => one.step)") == [3, 4]
+
+
+STEPS = "metricStore.series('{run}', '{name}').map(point => point[0])"
+
+
+def test_steps_that_came_while_the_first_answer_was_on_its_way_are_there(browser, address, runs):
+    record(runs / "slow", range(1, 3))
+    there = "document.querySelector('#view tbody')"
+    open_held(browser, at(address, view="settings", runs="slow"), there)
+    browser.evaluate("window.slow = 'api/metrics'")
+    browser.evaluate("void go({ view: 'curves' })")
+    browser.wait("held.length")
+    record(runs / "slow", range(3, 5), True)
+    browser.evaluate("void metricStore.refresh('slow'), new Promise(done => setTimeout(done, 200))")
+    browser.evaluate("window.slow = ''; while (held.length) held.pop()()")
+    record(runs / "slow", range(5, 6), True)
+    shown = STEPS.format(run="slow", name="reward/mean")
+    browser.wait(f"{shown}.includes(5)", 15)
+    assert browser.evaluate(shown) == [1, 2, 3, 4, 5]
+    browser.wait(f"{STEPS.format(run='slow', name='time/step')}.length === 5")
+
+
+def test_of_two_metrics_asked_for_at_once_the_one_that_comes_late_has_all_steps(
+    browser, address, runs
+):
+    """The run has grown between both answers."""
+    record(runs / "growing", range(1, 3))
+    there = "document.querySelector('#view tbody')"
+    open_held(browser, at(address, view="settings", runs="growing"), there)
+    browser.evaluate("window.slow = 'reward%2Fmean'")
+    browser.evaluate("window.first = metricStore.need('growing', ['reward/mean']), 0")
+    browser.wait("held.length === 1")
+    record(runs / "growing", range(3, 5), True)
+    browser.evaluate("window.second = metricStore.need('growing', ['time/step']), 0")
+    browser.evaluate("new Promise(done => setTimeout(done, 200))")
+    browser.evaluate("window.slow = ''")
+    release(browser)
+    browser.evaluate("Promise.all([first, second]).then(() => metricStore.refresh('growing'))")
+    for name in ("reward/mean", "time/step"):
+        assert browser.evaluate(STEPS.format(run="growing", name=name)) == [1, 2, 3, 4]

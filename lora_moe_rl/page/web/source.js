@@ -93,20 +93,29 @@ function inBrief(one) {
 
 const source = typeof PAGE_DATA === "undefined" ? new Server() : new Embedded(PAGE_DATA);
 
-/** Metrics of runs, as far as they were asked for; kept up to date while a run goes on. */
+/** Metrics of runs, as far as they were asked for; kept up to date while a run goes on. Questions of
+ * one run follow each other: then each of its columns is whole up to the line that all are asked for
+ * from the next time. */
 const metricStore = {
   of: new Map(),
 
   table(run) {
-    if (!this.of.has(run)) this.of.set(run, { generation: 0, lines: 0, rows: new Map(), steps: [], columns: {}, asked: {} });
+    if (!this.of.has(run)) this.of.set(run, { generation: 0, lines: 0, rows: new Map(), steps: [], columns: {}, asked: {}, last: Promise.resolve() });
     return this.of.get(run);
+  },
+
+  /** What `ask` gives, once the questions of this run before it have ended. */
+  next(run, ask) {
+    const table = this.table(run), answer = table.last.then(ask);
+    table.last = answer.catch(() => {});
+    return answer;
   },
 
   /** Returns once all of `names` are there; asks for those that nobody has asked for yet. */
   async need(run, names) {
     const { asked } = this.table(run), missing = names.filter((name) => !(name in asked));
     if (missing.length) {
-      const answer = source.metrics(run, missing, 0, 0).then((found) => this.add(run, found, false));
+      const answer = this.next(run, async () => this.add(run, await source.metrics(run, missing, 0, 0)));
       answer.catch(() => missing.forEach((name) => delete asked[name])); // the next one asks again
       for (const name of missing) asked[name] = answer;
     }
@@ -114,25 +123,22 @@ const metricStore = {
   },
 
   /** Whether there was something new. */
-  async refresh(run) {
-    const table = this.table(run), names = Object.keys(table.columns);
-    const found = await source.metrics(run, names, table.lines, table.generation);
-    this.add(run, found, true);
-    return found.steps.length > 0;
+  refresh(run) {
+    return this.next(run, async () => {
+      const table = this.table(run);
+      const found = await source.metrics(run, Object.keys(table.columns), table.lines, table.generation);
+      this.add(run, found);
+      table.lines = found.lines;
+      return found.steps.length > 0;
+    });
   },
 
-  add(run, found, all) {
-    let table = this.table(run);
-    const first = !table.generation;
-    if (found.generation !== table.generation && table.generation) {
-      const { columns, asked } = table; // the run went back: what was read is void
-      this.of.delete(run);
-      table = this.table(run);
-      table.asked = asked;
-      for (const name of Object.keys(columns)) table.columns[name] = [];
+  add(run, found) {
+    const table = this.table(run);
+    if (found.generation !== table.generation) {
+      const columns = Object.fromEntries(Object.keys(table.columns).map((name) => [name, []]));
+      Object.assign(table, { generation: found.generation, lines: 0, rows: new Map(), steps: [], columns }); // the run went back: what was read is void
     }
-    table.generation = found.generation;
-    if (all || first) table.lines = found.lines;
     const rows = found.steps.map((step) => {
       if (!table.rows.has(step)) table.rows.set(step, table.steps.push(step) - 1);
       return table.rows.get(step);
