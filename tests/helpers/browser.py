@@ -168,17 +168,36 @@ class Browser:
     def text(self, selector: str) -> str:
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
-    def click(self, selector: str) -> None:
-        """With the pointer, in the middle of the element."""
+    def middle(self, selector: str) -> tuple[float, float]:
+        """Of an element, which is in sight then."""
         find = f"document.querySelector({json.dumps(selector)})"
-        place = self.evaluate(
+        x, y = self.evaluate(
             f"(() => {{ {find}.scrollIntoView({{block: 'nearest'}}); "
             f"const r = {find}.getBoundingClientRect(); "
             "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
-        self.point(*place)
-        for kind in ("mousePressed", "mouseReleased"):
-            self._mouse(kind, *place, button="left", clickCount=1)
+        return x, y
+
+    def click(self, selector: str) -> None:
+        """With the pointer, in the middle of the element."""
+        place = self.middle(selector)
+        self.drag(place, place)
+
+    def drag(
+        self, begin: tuple[float, float], end: tuple[float, float], button: str = "left"
+    ) -> None:
+        """Presses a button, goes from one place to another, and lets the button go."""
+        self.point(*begin)
+        self._mouse("mousePressed", *begin, button=button, clickCount=1)
+        if begin != end:
+            self._mouse("mouseMoved", *end, button=button)
+        self._mouse("mouseReleased", *end, button=button, clickCount=1)
+
+    def key(self, name: str, code: int, text: str = "") -> None:
+        """Presses a key and lets it go; `code` as of KeyboardEvent.keyCode, `text`: what it types."""
+        given = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **given)
 
     def point(self, x: float, y: float) -> None:
         self._mouse("mouseMoved", x, y)

@@ -3,18 +3,19 @@
 
 const COLORS = ["#3b7fc4", "#d9822b", "#3f9a68", "#c9504a", "#8a63c9", "#2b98ab", "#c2589a", "#9a7d45"];
 const MARGIN = { left: 52, right: 10, top: 8, bottom: 20 };
+const CLICK = 8; // pixels; a pointer that goes further before its button is let go drags
 const charts = new Set(); // those on the page
 let marked = null; // the step under the pointer
 
 class Chart {
   /** `series`: [{label, color, points: [[step, value], …]}]. `pick(step)`, `zoom(from, to)`. */
   constructor(name, { log, toggleLog, pick, zoom }) {
-    Object.assign(this, { name, log, pick, zoom, series: [], range: null, smooth: 0 });
+    Object.assign(this, { name, log, pick, zoom, series: [], range: null, smooth: 0, pressed: null });
     this.canvas = h("canvas", {
       role: "img", "aria-label": name,
       onpointermove: (event) => this.point(event), onpointerleave: () => this.leave(),
-      onpointerdown: (event) => { this.dragFrom = this.stepAt(event); },
-      onpointerup: (event) => this.drop(event), ondblclick: () => this.zoom(null),
+      onpointerdown: (event) => this.press(event),
+      onpointerup: (event) => this.release(event), onpointercancel: () => { this.pressed = null; },
     });
     this.last = h("output");
     this.button = h("button", { type: "button", title: "logarithmic scale", "aria-pressed": String(log), onclick: toggleLog }, "log");
@@ -124,17 +125,24 @@ class Chart {
   }
 
   leave() {
-    this.dragFrom = null;
     markStep(null);
     tip();
   }
 
-  drop(event) {
-    const from = this.dragFrom, to = this.stepAt(event);
-    this.dragFrom = null;
-    if (from === null || to === null) return;
-    if (Math.abs(this.toX(from) - this.toX(to)) > 8) this.zoom(Math.min(from, to), Math.max(from, to));
-    else if (event.detail < 2) this.pick(to);
+  /** From here on the pointer is this chart's, also beside it, until the button is let go. */
+  press(event) {
+    const step = this.stepAt(event);
+    if (event.button !== 0 || step === null) return;
+    this.canvas.setPointerCapture(event.pointerId);
+    this.pressed = { at: event.clientX, step };
+  }
+
+  release(event) {
+    if (!this.pressed) return;
+    const { at, step } = this.pressed, to = this.stepAt(event);
+    this.pressed = null;
+    if (Math.abs(event.clientX - at) <= CLICK) this.pick(step);
+    else if (to !== step) this.zoom(Math.min(step, to), Math.max(step, to));
   }
 }
 

@@ -21,7 +21,7 @@ const curves = {
     this.search = h("input", { type: "search", id: "metric-search", placeholder: "any metric: kl, time, reward …", "aria-label": "search metrics", oninput: (event) => slow(event.target.value) });
     this.smooth = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "smoothing", oninput: (event) => go({ smooth: event.target.value }, true) });
     this.reset = h("button", { type: "button", onclick: () => go({ x: "" }) }, "all steps");
-    this.hint = h("span", { class: "dim" }, "click: samples of that step · drag: zoom");
+    this.hint = h("span", { class: "dim" }, "click: samples of that step · drag: zoom · Esc: all steps");
     this.table = h("div", { class: "card scroll", id: "summary" });
     this.charts = h("div");
     this.drawn = "";
@@ -49,7 +49,7 @@ const curves = {
     const card = (name) => new Chart(name, {
       log: isLog(name), toggleLog: () => go({ log: toggled(state.log, name) }, true),
       pick: (step) => go({ view: "samples", ...cleared(), step_from: String(step), step_to: String(step) }),
-      zoom: (from, to) => go({ x: from === null ? "" : `${from}-${to}` }),
+      zoom: (from, to) => go({ x: `${from}-${to}` }),
     }).element;
     fill(this.charts, sections.map(([title, names]) => [h("h2", null, title), h("div", { class: "grid" }, names.map(card))]));
     if (!sections.length) fill(this.charts, h("p", { class: "empty" }, state.q ? `No metric of these runs has ${state.q} in its name.` : "No numbers yet: the first step is under way."));
@@ -85,6 +85,10 @@ const curves = {
     fill(this.table, h("table", null, h("thead", null, h("tr", null, h("th", null, "run"), h("th", null, "algorithm"), h("th", { class: "num" }, "step"), shown.map(([, label]) => h("th", { class: "num" }, label)))), h("tbody", null, runs.map(row))));
   },
 };
+
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && state.view === "curves" && state.x && !event.target.matches("[type=search]")) go({ x: "" });
+});
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const ends = (values) => (values.length ? `${number(mean(values.slice(0, 5)))} → ${number(mean(values.slice(-5)))}` : "–");
