@@ -10,10 +10,13 @@ from typing import Any
 
 from lora_moe_rl.page.growing import GrowingFile, parse
 
+LOST = "NaN"  # a number that was logged and is not finite; JSON has no word for it
+
 
 class MetricsTable:
     """Columns of one run's metrics, as far as it has come. Several lines of one step (an evaluation
-    has one of its own) are one row."""
+    has one of its own) are one row. Where a step has no such metric a column has None, where it was
+    logged without a finite number LOST."""
 
     def __init__(self, path: Path):
         self._file = GrowingFile(path)
@@ -23,7 +26,7 @@ class MetricsTable:
     def _clear(self) -> None:
         self.steps: list[int] = []
         self._rows: dict[int, int] = {}
-        self._columns: dict[str, list[float | None]] = {}
+        self._columns: dict[str, list[float | str | None]] = {}
         self._lines = 0
         self._changed: list[int] = []  # of each row, the count of lines that last changed it
 
@@ -49,7 +52,7 @@ class MetricsTable:
                 "columns": {name: self._column(name, rows) for name in names},
             }
 
-    def _column(self, name: str, rows: Sequence[int]) -> list[float | None]:
+    def _column(self, name: str, rows: Sequence[int]) -> list[float | str | None]:
         values = self._columns.get(name, [])
         return [values[i] if i < len(values) else None for i in rows]
 
@@ -71,6 +74,11 @@ class MetricsTable:
         self._changed[row] = self._lines
         for name, value in record.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                values = self._columns.setdefault(name, [])
-                values.extend([None] * (row + 1 - len(values)))
-                values[row] = value
+                self._put(name, row, value)
+            elif value is None and name in self._columns:
+                self._put(name, row, LOST)
+
+    def _put(self, name: str, row: int, value: float | str) -> None:
+        values = self._columns.setdefault(name, [])
+        values.extend([None] * (row + 1 - len(values)))
+        values[row] = value

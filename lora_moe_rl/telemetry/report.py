@@ -37,12 +37,14 @@ _ROWS = {
     names.COVERAGE: ("replayed routes", ".2%", "min"),
     names.DISAGREEMENT: ("routes the trainer would change", ".2%", "mean"),
     names.GRAD_NORM: ("gradient norm", ".3g", "mean"),
+    names.SKIPPED: ("skipped updates", ".0f", "sum"),
     names.TOKENS_PER_SECOND: ("tokens/s", ",.0f", "mean"),
     names.DATA_TOKENS_PER_SECOND: ("tokens/s", ",.0f", "mean"),
     **{names.time(stage): (f"{stage} s", ".3f", "mean") for stage in names.STAGES},
     names.STEP_SECONDS: ("step s", ".3f", "mean"),
 }
-_SUMMARIES = {"mean": np.mean, "max": np.max, "min": np.min}
+_ABOVE_0 = {names.SKIPPED}  # of no interest as long as they are 0
+_SUMMARIES = {"mean": np.mean, "max": np.max, "min": np.min, "sum": np.sum}
 
 
 def finish(run_dir: RunDir) -> None:
@@ -79,7 +81,8 @@ def rows(records: list[dict[str, Any]]) -> list[list[str]]:
     (`spans`), and over all."""
     n, found = min(STEPS_COMPARED, len(records)), []
     for metric, (label, form, how) in _ROWS.items():
-        if any(metric in record for record in records):
+        least = 0 if metric in _ABOVE_0 else -math.inf
+        if any((record.get(metric) or 0) > least for record in records if metric in record):
             parts = (records[:n], records[-n:], records)
             cells = [_summary(part, metric, form, how) for part in parts]
             found.append([label if how == "mean" else f"{label} ({how})", *cells])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from browser import Browser, at
+from recorded_run import metrics_of, record
 
 pytestmark = pytest.mark.browser
 
@@ -55,3 +58,61 @@ def test_only_a_press_of_the_first_button_on_the_chart_itself_picks_a_step(brows
     x, y = open_curves(browser, address)
     browser.drag((x, y - 160), (x, y))  # from above the chart into it
     assert settled(browser) == "curves "
+
+
+def record_broken(folder, metric: str, values: dict[int, float | None]) -> None:
+    """A run of 12 steps that logs `metric` where it is in `values`, and loses the gradient's norm
+    in steps 5 and 6."""
+    with open(record(folder, range(1, 2)).metrics_file, "w") as file:
+        for step in range(1, 13):
+            more = {"optim/grad_norm": None if step in (5, 6) else 1.0 + step}
+            more |= {metric: values[step]} if step in values else {}
+            file.write(json.dumps(metrics_of(step) | more) + "\n")
+
+
+def colored(browser: Browser, metric: str, step: float, color: str) -> int:
+    """Pixels of a line's colour in the column of `step`, above the foot of the chart."""
+    return browser.evaluate(f"""(() => {{
+        const {{ canvas, toX }} = document.querySelector('[data-metric="{metric}"]').chart;
+        const d = canvas.getContext('2d').getImageData(Math.round(toX({step})), 0, 1, 140).data;
+        const wanted = {list(bytes.fromhex(color))};
+        let n = 0;
+        for (let i = 0; i < d.length; i += 4)
+          n += d[i + 3] > 60 && wanted.every((one, k) => Math.abs(d[i + k] - one) < 40);
+        return n; }})()""")
+
+
+def test_a_line_breaks_at_a_number_that_was_lost_and_not_between_evaluations(
+    browser, address, runs
+):
+    record_broken(runs / "broken", "eval/test/avg", {4: 0.2, 8: 0.5, 12: 0.9})
+    browser.open(at(address, runs="broken"))
+    chart = "document.querySelector('[data-metric=\"{}\"]').chart.lines"
+    for metric in ("optim/grad_norm", "eval/test/avg"):
+        browser.wait(chart.format(metric))
+    blue = "3b7fc4"
+    assert [colored(browser, "optim/grad_norm", step, blue) > 0 for step in (3.5, 5.5, 9.5)] == [
+        True,
+        False,
+        True,
+    ]
+    assert all(colored(browser, "eval/test/avg", step, blue) for step in (5, 6, 7, 10))
+    x, y = browser.middle('[data-metric="optim/grad_norm"] canvas')
+    browser.point(x - 20, y)
+    browser.wait("document.getElementById('tip').innerText.includes('not a finite number')", 10)
+
+
+def test_updates_that_were_skipped_are_shown_once_there_is_one(browser, address, runs):
+    record_broken(runs / "whole", "optim/skipped", dict.fromkeys(range(1, 13), 0.0))
+    some = {step: float(step in (5, 6)) for step in range(1, 13)}
+    record_broken(runs / "skipping", "optim/skipped", some)
+    browser.open(at(address, runs="whole"))
+    browser.wait("document.querySelectorAll('#summary tbody tr').length === 1")
+    assert not browser.evaluate(
+        "Boolean(document.querySelector('[data-metric=\"optim/skipped\"]'))"
+    )
+    assert "skipped" not in browser.text("#summary")
+    browser.open(at(address, runs="skipping"))
+    browser.wait("document.querySelector('[data-metric=\"optim/skipped\"]').chart.lines", 10)
+    cells = "[...document.querySelectorAll('#summary tr')].map(row => row.cells[4].innerText)"
+    assert browser.evaluate(cells) == ["updates skipped", "2"]

@@ -194,7 +194,7 @@ class Browser:
         self._mouse("mouseReleased", *end, button=button, clickCount=1)
 
     def key(self, name: str, code: int, text: str = "") -> None:
-        """Presses a key and lets it go; `code` as of KeyboardEvent.keyCode, `text`: what it types."""
+        """Presses a key and lets it go; `code` is its keyCode, `text` what it types."""
         given = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
         self.call("Input.dispatchKeyEvent", type="keyUp", **given)

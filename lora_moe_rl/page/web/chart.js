@@ -30,8 +30,10 @@ class Chart {
     const ends = series.map(({ points }) => points.at(-1)).filter(Boolean);
     this.last.textContent = ends.length === 1 ? number(ends[0][1]) : "";
     this.lines = series.map(({ color, points }) => {
-      const shown = points.filter(([step, value]) => (!range || (step >= range[0] && step <= range[1])) && (!log || value > 0));
-      return { color, points: shown, smooth: smooth ? smoothed(shown, smooth) : null };
+      const inside = range ? points.filter(([step]) => step >= range[0] && step <= range[1]) : points;
+      const shown = log ? inside.map(([step, value]) => [step, value > 0 ? value : NaN]) : inside;
+      const lost = inside.filter(([, value]) => Number.isNaN(value)).map(([step]) => step);
+      return { color, points: shown, lost, smooth: smooth ? smoothed(shown, smooth) : null };
     });
     this.draw();
   }
@@ -40,10 +42,12 @@ class Chart {
     let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
     for (const { points } of this.lines) {
       for (const [x, y] of points) {
-        x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y);
+        x0 = Math.min(x0, x); x1 = Math.max(x1, x);
+        if (y < y0) y0 = y;
+        if (y > y1) y1 = y;
       }
     }
-    if (x0 > x1) return null;
+    if (y0 > y1) return null;
     if (y0 === 0 && y1 === 0) y1 = 1;
     if (this.log) [y0, y1] = [Math.log10(y0), Math.log10(y1)];
     const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 0.5;
@@ -74,7 +78,9 @@ class Chart {
     for (const x of ticks(box.x0, box.x1, 5)) {
       if (Number.isInteger(x)) c.fillText(number(x), this.toX(x), height - 5);
     }
-    for (const { color, points, smooth } of this.lines) {
+    for (const { color, points, lost, smooth } of this.lines) {
+      c.fillStyle = color;
+      for (const step of lost) c.fillRect(this.toX(step) - 1, bottom - 5, 2, 5);
       this.line(c, points, color, smooth ? 0.28 : 1);
       if (smooth) this.line(c, smooth, color, 1);
     }
@@ -86,10 +92,12 @@ class Chart {
     c.strokeStyle = c.fillStyle = color;
     c.lineWidth = 1.6;
     c.lineJoin = "round";
-    c.beginPath();
-    points.forEach(([x, y], i) => (i ? c.lineTo(this.toX(x), this.toY(y)) : c.moveTo(this.toX(x), this.toY(y))));
-    c.stroke();
-    if (points.length < 3) for (const [x, y] of points) { c.beginPath(); c.arc(this.toX(x), this.toY(y), 2.5, 0, 7); c.fill(); }
+    for (const part of unbroken(points)) {
+      c.beginPath();
+      for (const [x, y] of part) c.lineTo(this.toX(x), this.toY(y));
+      c.stroke();
+      if (part.length < 3) for (const [x, y] of part) { c.beginPath(); c.arc(this.toX(x), this.toY(y), 2.5, 0, 7); c.fill(); }
+    }
     c.globalAlpha = 1;
   }
 
@@ -100,7 +108,7 @@ class Chart {
     c.beginPath(); c.moveTo(at, MARGIN.top); c.lineTo(at, bottom); c.stroke();
     for (const { color, points } of this.lines) {
       const found = nearest(points, marked);
-      if (!found || found[0] !== marked) continue;
+      if (!found || found[0] !== marked || Number.isNaN(found[1])) continue;
       c.fillStyle = color;
       c.beginPath(); c.arc(this.toX(found[0]), this.toY(found[1]), 3, 0, 7); c.fill();
     }
@@ -119,7 +127,8 @@ class Chart {
     if (marked === null) return;
     const rows = this.series.map(({ label, color, points }) => {
       const found = nearest(points, marked);
-      return [label, found && found[0] === marked ? number(found[1]) : "–", color];
+      const value = found && found[0] === marked ? found[1] : null;
+      return [label, Number.isNaN(value) ? "not a finite number" : number(value), color];
     });
     tip(event, `step ${marked}`, rows);
   }
@@ -166,11 +175,22 @@ function nearest(points, x) {
   return a && b && Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a;
 }
 
+/** The parts of a line between points without a number. */
+function unbroken(points) {
+  const parts = [[]];
+  for (const point of points) {
+    if (!Number.isNaN(point[1])) parts.at(-1).push(point);
+    else if (parts.at(-1).length) parts.push([]);
+  }
+  return parts;
+}
+
 /** A running mean in which the past weighs `share`, as TensorBoard smooths: without its pull to 0
- * at the beginning. */
+ * at the beginning. A point without a number has no share in it. */
 function smoothed(points, share) {
   let sum = 0, weight = 0;
   return points.map(([x, y]) => {
+    if (Number.isNaN(y)) return [x, y];
     sum = sum * share + (1 - share) * y;
     weight = weight * share + (1 - share);
     return [x, sum / weight];

@@ -1,8 +1,16 @@
 "use strict";
 // Runs side by side: curves of what one looks at first, or of every metric that a search finds.
 
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+const mean = (values) => sum(values) / values.length;
+const ends = (values) => (values.length ? `${number(mean(values.slice(0, 5)))} → ${number(mean(values.slice(-5)))}` : "–");
+const largest = (values) => (values.length ? number(values.reduce((a, b) => Math.max(a, b))) : "–");
+const least = (values) => (values.length ? number(values.reduce((a, b) => Math.min(a, b))) : "–");
+const middle = (values) => (values.length ? number(values.toSorted((a, b) => a - b)[values.length >> 1]) : "–");
+const total = (values) => (values.length ? number(sum(values)) : "–");
+
 const SECTIONS = [
-  ["Learning", ["reward/mean", "policy/entropy", "rollout/response_length", "rollout/truncated", "optim/grad_norm", "loss/policy",
+  ["Learning", ["reward/mean", "policy/entropy", "rollout/response_length", "rollout/truncated", "optim/grad_norm", "optim/skipped", "critic/skipped", "loss/policy",
     "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl"]],
   ["Evaluation", [/^eval\/.*\/(avg|(pass|maj)@\d+|nll|loss|margins|accuracies)$/]],
   ["Trainer and engines as one policy", ["mismatch/kl", "mismatch/max_abs_logprob_diff", "replay/coverage", "replay/disagreement"]],
@@ -13,6 +21,10 @@ const SECTIONS = [
   ["Refit", ["refit/seconds", "refit/bytes", "refit/max_diff", "refit/lost"]],
 ];
 const LOGARITHMIC = /^mismatch\/(kl(_age_\d+|_reverse)?|max_abs_logprob_diff|mean_abs_logprob_diff)$/;
+const ABOVE_0 = ["optim/skipped", "critic/skipped"]; // of no interest as long as they are 0
+const SUMMARY = [["reward/mean", "reward", ends], ["loss/nll", "loss", ends], ["loss/dpo", "loss", ends], ["optim/skipped", "updates skipped", total], ["mismatch/kl", "mismatch KL (max)", largest],
+  ["replay/coverage", "replayed (min)", least], ["rollout/tokens_per_second", "tokens/s", middle], ["time/step", "step s", middle]];
+const FIRST = [...new Set([...SUMMARY.map(([name]) => name), ...ABOVE_0])]; // what is asked for before anything is shown
 const MOST_CHARTS = 120;
 
 const curves = {
@@ -33,14 +45,14 @@ const curves = {
     if (document.activeElement !== this.search) this.search.value = state.q;
     this.smooth.value = state.smooth;
     this.reset.hidden = !state.x;
-    const runs = chosenRuns(), names = await namesOf(runs);
+    const runs = chosenRuns(), [names] = await Promise.all([namesOf(runs), ...runs.map((run) => metricStore.need(run, FIRST))]);
     if (!newest()) return;
-    const sections = sectionsOf(names), wanted = JSON.stringify([sections, runs]);
+    const sections = sectionsOf(names, runs), wanted = JSON.stringify([sections, runs]);
     if (wanted !== this.drawn) {
       this.drawn = wanted;
       this.build(sections);
     } else for (const chart of charts) this.paint(chart);
-    await this.summary(runs, newest);
+    this.summary(runs);
   },
 
   build(sections) {
@@ -66,16 +78,13 @@ const curves = {
 
   paint(chart) {
     if (!chart.seen) return;
-    const series = chosenRuns().map((run) => ({ label: run, color: colorOf(run), points: metricStore.series(run, chart.name) }));
+    const series = chosenRuns().map((run) => ({ label: run, color: colorOf(run), points: metricStore.line(run, chart.name) }));
     const range = state.x ? state.x.split("-").map(Number) : null;
     chart.show(series.filter(({ points }) => points.length), { range, smooth: Number(state.smooth), log: isLog(chart.name) });
   },
 
-  async summary(runs, newest) {
-    const columns = [["reward/mean", "reward", ends], ["loss/nll", "loss", ends], ["loss/dpo", "loss", ends], ["mismatch/kl", "mismatch KL (max)", largest], ["replay/coverage", "replayed (min)", least], ["rollout/tokens_per_second", "tokens/s", middle], ["time/step", "step s", middle]];
-    await Promise.all(runs.map((run) => metricStore.need(run, columns.map(([name]) => name))));
-    if (!newest()) return;
-    const shown = columns.filter(([name]) => runs.some((run) => metricStore.series(run, name).length));
+  summary(runs) {
+    const shown = SUMMARY.filter(([name]) => worthIt(name, runs) && runs.some((run) => metricStore.series(run, name).length));
     const row = (run) => {
       const about = state_runs.find(({ name }) => name === run);
       return h("tr", null, h("td", null, h("i", { class: "swatch", style: { background: colorOf(run) } }), run), h("td", { class: "dim" }, about.algorithm), h("td", { class: "num" }, `${about.step}/${about.steps ?? "?"}`),
@@ -90,22 +99,17 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape" && state.view === "curves" && state.x && !event.target.matches("[type=search]")) go({ x: "" });
 });
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const ends = (values) => (values.length ? `${number(mean(values.slice(0, 5)))} → ${number(mean(values.slice(-5)))}` : "–");
-const largest = (values) => (values.length ? number(values.reduce((a, b) => Math.max(a, b))) : "–");
-const least = (values) => (values.length ? number(values.reduce((a, b) => Math.min(a, b))) : "–");
-const middle = (values) => (values.length ? number(values.toSorted((a, b) => a - b)[values.length >> 1]) : "–");
-
+const worthIt = (name, runs) => !ABOVE_0.includes(name) || runs.some((run) => metricStore.series(run, name).some(([, value]) => value > 0));
 const isLog = (name) => LOGARITHMIC.test(name) !== listed(state.log).includes(name);
 const toggled = (list, name) => joined(listed(list).includes(name) ? listed(list).filter((one) => one !== name) : [...listed(list), name]);
 const cleared = () => Object.fromEntries([...FILTERS, "offset", "n"].map((key) => [key, DEFAULTS[key]]));
 
 /** [[title, metrics]]: the first look, or all metrics whose names hold every word of the search. */
-function sectionsOf(names) {
+function sectionsOf(names, runs) {
   const words = state.q.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) {
     const of = (wanted) => (typeof wanted === "string" ? names.filter((name) => name === wanted) : names.filter((name) => wanted.test(name)));
-    return SECTIONS.map(([title, wanted]) => [title, wanted.flatMap(of)]).filter(([, found]) => found.length);
+    return SECTIONS.map(([title, wanted]) => [title, wanted.flatMap(of).filter((name) => worthIt(name, runs))]).filter(([, found]) => found.length);
   }
   const found = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
   const title = found.length > MOST_CHARTS ? `The first ${MOST_CHARTS} of ${found.length} metrics` : `${found.length} metrics`;

@@ -145,12 +145,15 @@ const metricStore = {
     });
     for (const [name, values] of Object.entries(found.columns)) {
       const column = (table.columns[name] ||= []);
-      values.forEach((value, i) => { column[rows[i]] = value; });
+      values.forEach((value, i) => { column[rows[i]] = value === "NaN" ? NaN : value; });
     }
   },
 
   /** [[step, value], …] by step; steps without a number are left out. */
-  series(run, name) {
+  series(run, name) { return this.line(run, name).filter(([, value]) => !Number.isNaN(value)); },
+
+  /** The same with NaN where the metric was logged and was no finite number. */
+  line(run, name) {
     const { steps, columns } = this.table(run), column = columns[name] || [];
     const found = [];
     for (let i = 0; i < steps.length; i++) if (column[i] !== null && column[i] !== undefined) found.push([steps[i], column[i]]);

@@ -5,7 +5,7 @@ import json
 from recorded_run import config_in, record
 
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.page.metrics import MetricsTable
+from lora_moe_rl.page.metrics import LOST, MetricsTable
 
 
 def test_columns_are_what_the_run_wrote_and_an_answer_goes_on_where_the_last_one_ended(tmp_path):
@@ -26,12 +26,20 @@ def test_lines_of_one_step_are_one_row_and_a_row_that_changed_is_sent_again(tmp_
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": null, "text": "x"}\n')
     table = MetricsTable(path)
     found = table.columns(["a"])
-    assert found["columns"]["a"] == [1.0, None] and table.names() == ["a"]
+    assert found["columns"]["a"] == [1.0, LOST] and table.names() == ["a"]
     with open(path, "a") as file:
         file.write(json.dumps({"step": 1, "eval/test/avg@4": 0.5}) + "\n")
     more = table.columns(["a", "eval/test/avg@4"], found["lines"], found["generation"])
     assert more["steps"] == [1]
     assert more["columns"] == {"a": [1.0], "eval/test/avg@4": [0.5]}
+
+
+def test_a_step_without_a_metric_is_another_thing_than_one_whose_number_is_not_finite(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ('"step": 1, "a": 1.0, "eval": 0.5', '"step": 2, "a": null', '"step": 3, "a": NaN')
+    path.write_text("".join(f"{{{line}}}\n" for line in (*lines, '"step": 4, "a": 2.0, "eval": 1')))
+    columns = MetricsTable(path).columns(["a", "eval"])["columns"]
+    assert columns == {"a": [1.0, LOST, LOST, 2.0], "eval": [0.5, None, None, 1]}
 
 
 def test_a_run_that_went_back_is_read_anew(tmp_path):

@@ -3,7 +3,7 @@
 from recorded_run import record
 
 from lora_moe_rl.page import link
-from lora_moe_rl.telemetry.report import finish, table
+from lora_moe_rl.telemetry.report import finish, rows, table
 
 
 def test_a_run_ends_with_the_line_of_its_page_and_its_files_are_there(tmp_path, capsys):
@@ -29,3 +29,12 @@ def test_first_and_last_steps_are_shown_apart_where_they_are_others(tmp_path):
 
     assert titles(5) == ["", "over all"]
     assert titles(6) == ["", "steps 1-5", "steps 2-6", "over all"]
+
+
+def test_skipped_updates_are_summed_up_where_there_are_any():
+    def labels(*skipped: float | None) -> list[list[str]]:
+        records = [{"step": i, "optim/skipped": one} for i, one in enumerate(skipped)]
+        return [[row[0], row[-1]] for row in rows(records)]
+
+    assert labels(0.0, 0.0, None) == []
+    assert labels(0.0, 1.0, 2.0) == [["skipped updates (sum)", "3"]]
