@@ -1,4 +1,4 @@
-"""How fast the page is with a run of 2,000 steps and 100,000 samples:
+"""How fast the page is with a run of 2,000 steps and 100,000 samples, and one of 100,000 steps:
 
     python tests/browser/large.py
 
@@ -30,7 +30,7 @@ from lora_moe_rl.page.runs import Run, Runs
 from lora_moe_rl.page.samples import Choice
 from lora_moe_rl.page.server import listen, make_server
 
-STEPS, SAMPLES = 2000, 50
+STEPS, SAMPLES, LONG = 2000, 50, 100_000
 LAYERS, EXPERTS = 48, 128
 WORDS = ["the", "answer", "is", "therefore", "sum", "product", "token", "route", "expert", "layer"]
 CHOICES = {
@@ -61,6 +61,17 @@ def make(folder: Path) -> None:
     with open(run_dir.samples_file, "w") as file:
         for number in range(STEPS * SAMPLES):
             file.write(json.dumps(sample(number, choose)) + "\n")
+
+
+def make_long(folder: Path) -> None:
+    """Of many steps the metrics alone, with a dozen that are shown at first."""
+    shown = ("policy/entropy", "rollout/truncated", "optim/grad_norm", "loss/policy", "time/train")
+    more = ("time/refit", "experts/busiest", "experts/entropy", "experts/idle", "refit/seconds")
+    choose = random.Random(0)
+    with open(record(folder, range(1, 2)).metrics_file, "w") as file:
+        for step in range(1, LONG + 1):
+            noise = {name: choose.random() for name in ("reward/mean", *shown, *more)}
+            file.write(json.dumps(metrics_of(step) | noise | {"mismatch/kl": 1e-9}) + "\n")
 
 
 def sample(number: int, choose: random.Random) -> dict:
@@ -106,9 +117,16 @@ def of_browser(browser: Browser, address: str) -> None:
     chart = "document.querySelector('[data-metric=\"reward/mean\"]')?.chart.lines?.length === 1"
     count = "document.getElementById('count')?.innerText"
 
-    def look(view: str, condition: str) -> None:
-        browser.open(f"{address}#view={view}")
+    def look(view: str, condition: str, run: str = "large") -> None:
+        browser.open(f"{address}#view={view}&runs={run}")
         browser.wait(condition)
+
+    def move() -> None:
+        """Ten times over a chart, each until it is painted."""
+        x, y = browser.middle('[data-metric="reward/mean"] canvas')
+        for i in range(10):
+            browser.point(x - 80 + 15 * i, y)
+            browser.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
     def filtered(name: str, text: str) -> None:
         before = browser.evaluate(count)
@@ -132,6 +150,7 @@ def of_browser(browser: Browser, address: str) -> None:
         clocked(f"curves, {time_of}", lambda: look("curves", chart))
         paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
         print(f"{'  of these until the first paint':<36}{browser.evaluate(paint):9.3f} s")
+    clocked("ten moves over a chart", move)
     clocked("samples, the first time", lambda: look("samples", f"{count}?.includes('100,000')"))
     clocked("samples, again", lambda: look("samples", f"{count}?.includes('100,000')"))
     for name, text in FILTERS:
@@ -139,6 +158,9 @@ def of_browser(browser: Browser, address: str) -> None:
     there = "document.querySelectorAll('#loads .heat').length === 2"
     clocked("routes, the first time", lambda: look("routes", there))
     clocked("routes of another step", lambda: choose(1000))
+    for time_of in ("the first time", "again"):
+        clocked(f"curves of {LONG:,} steps, {time_of}", lambda: look("curves", chart, "long"))
+    clocked("ten moves over a chart", move)
 
 
 cpu = time.process_time
@@ -150,8 +172,8 @@ def main() -> None:
         load = " ".join(f"{one:.1f}" for one in os.getloadavg())
         print(f"{os.cpu_count()} cores, load averages before it {load}")
         make(root / "runs" / "large")
-        (run,) = Runs(root / "runs").look()
-        of_server(run)
+        make_long(root / "runs" / "long")
+        of_server(next(run for run in Runs(root / "runs").look() if run.name == "large"))
         if find_browser() is None:
             return
         with listen(0) as socket, Browser(root / "profile") as browser:

@@ -116,3 +116,33 @@ def test_updates_that_were_skipped_are_shown_once_there_is_one(browser, address,
     browser.wait("document.querySelector('[data-metric=\"optim/skipped\"]').chart.lines", 10)
     cells = "[...document.querySelectorAll('#summary tr')].map(row => row.cells[4].innerText)"
     assert browser.evaluate(cells) == ["updates skipped", "2"]
+
+
+def test_a_chart_of_many_steps_draws_its_peaks_and_a_pointer_draws_none_of_it_again(
+    browser, address
+):
+    """Of 20,000 steps one is high, and one is lost."""
+    open_curves(browser, address)
+    browser.evaluate("""(() => {
+        const points = Array.from({ length: 20000 }, (_, i) => [i + 1, i === 7000 ? 9 : i % 2]);
+        points[12000][1] = NaN;
+        window.chart = document.querySelector('[data-metric="reward/mean"]').chart;
+        chart.show([{ label: 'first', color: '#3b7fc4', points }], { range: null, smooth: 0 });
+        window.parts = drawable(points, chart.toX);
+        window.calls = 0;
+        for (const one of charts) {
+          const toX = one.toX;
+          one.toX = (x) => { calls++; return toX(x); };
+        } })()""")
+    parts = browser.evaluate("parts")
+    width = browser.evaluate("chart.canvas.clientWidth")
+    assert len(parts) == 2 and parts[0][-1][0] <= 12000 < 12002 <= parts[1][0][0]
+    assert [7001, 9] in parts[0] and sum(map(len, parts)) <= 2 * width
+    x, y = browser.middle(CANVAS)
+    browser.point(x, y)
+    browser.wait("!document.getElementById('tip').hidden", 10)
+    painted = "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+    browser.evaluate(painted)
+    assert 0 < browser.evaluate("calls") < 50
+    line = "chart.above.getContext('2d').getImageData(Math.round(chart.toX(marked)), 80, 1, 1)"
+    assert browser.evaluate(f"{line}.data[3]") > 0

@@ -17,9 +17,10 @@ class Chart {
       onpointerdown: (event) => this.press(event),
       onpointerup: (event) => this.release(event), onpointercancel: () => { this.pressed = null; },
     });
+    this.above = h("canvas", { class: "above", "aria-hidden": "true" }); // the marked step: what lies below stays as it is
     this.last = h("output");
     this.button = h("button", { type: "button", title: "logarithmic scale", "aria-pressed": String(log), onclick: toggleLog }, "log");
-    this.element = h("article", { class: "card chart", "data-metric": name }, h("header", null, h("b", { title: name }, name), this.last, this.button), this.canvas);
+    this.element = h("article", { class: "card chart", "data-metric": name }, h("header", null, h("b", { title: name }, name), this.last, this.button), h("div", { class: "plot" }, this.canvas, this.above));
     this.element.chart = this;
     charts.add(this);
   }
@@ -84,7 +85,7 @@ class Chart {
       this.line(c, points, color, smooth ? 0.28 : 1);
       if (smooth) this.line(c, smooth, color, 1);
     }
-    if (marked !== null) this.mark(c, bottom);
+    this.mark();
   }
 
   line(c, points, color, alpha) {
@@ -92,7 +93,7 @@ class Chart {
     c.strokeStyle = c.fillStyle = color;
     c.lineWidth = 1.6;
     c.lineJoin = "round";
-    for (const part of unbroken(points)) {
+    for (const part of drawable(points, this.toX)) {
       c.beginPath();
       for (const [x, y] of part) c.lineTo(this.toX(x), this.toY(y));
       c.stroke();
@@ -101,11 +102,12 @@ class Chart {
     c.globalAlpha = 1;
   }
 
-  mark(c, bottom) {
+  mark() {
+    const { context: c, height } = canvasContext(this.above);
+    if (marked === null || !this.box || marked < this.box.x0 || marked > this.box.x1) return;
     const at = Math.round(this.toX(marked)) + 0.5;
-    if (at < MARGIN.left) return;
     c.strokeStyle = css("--faint");
-    c.beginPath(); c.moveTo(at, MARGIN.top); c.lineTo(at, bottom); c.stroke();
+    c.beginPath(); c.moveTo(at, MARGIN.top); c.lineTo(at, height - MARGIN.bottom); c.stroke();
     for (const { color, points } of this.lines) {
       const found = nearest(points, marked);
       if (!found || found[0] !== marked || Number.isNaN(found[1])) continue;
@@ -159,7 +161,7 @@ function markStep(step) {
   if (step === marked) return;
   marked = step;
   requestAnimationFrame(() => {
-    for (const chart of charts) if (chart.seen && chart.lines) chart.draw();
+    for (const chart of charts) if (chart.seen && chart.lines) chart.mark();
   });
 }
 
@@ -175,13 +177,25 @@ function nearest(points, x) {
   return a && b && Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a;
 }
 
-/** The parts of a line between points without a number. */
-function unbroken(points) {
+/** What is to be drawn of a line: its parts between points without a number, of each column of
+ * pixels only the lowest and the highest point. */
+function drawable(points, toX) {
   const parts = [[]];
+  let column = null, low = null, high = null;
+  const put = () => {
+    if (low) parts.at(-1).push(...(low === high ? [low] : low[0] < high[0] ? [low, high] : [high, low]));
+    low = high = null;
+  };
   for (const point of points) {
-    if (!Number.isNaN(point[1])) parts.at(-1).push(point);
-    else if (parts.at(-1).length) parts.push([]);
+    const [x, y] = point, at = Math.floor(toX(x)), lost = Number.isNaN(y);
+    if (lost || at !== column) put();
+    column = at;
+    if (lost && parts.at(-1).length) parts.push([]);
+    if (lost) continue;
+    if (!low || y < low[1]) low = point;
+    if (!high || y > high[1]) high = point;
   }
+  put();
   return parts;
 }
 
