@@ -20,6 +20,7 @@ from lora_moe_rl.telemetry import console, names, timeline_views
 from lora_moe_rl.telemetry.metrics import read_evaluations, read_metrics
 
 STEPS_COMPARED = 5
+MOST_BARS = 300  # of a picture
 
 # Metric -> (label, format, how the compared steps are summed up).
 _ROWS = {
@@ -212,19 +213,29 @@ def _draw_seconds(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -
     other = np.clip(
         np.nan_to_num(column(records, names.STEP_SECONDS)) - stages.sum(axis=0), 0, None
     )
-    bottom = np.zeros(len(steps))
+    each = -(-len(steps) // MOST_BARS)  # steps of a bar
+    steps, bottom = _means(steps, each), 0.0
     colors["other"] = "#bbbbbb"
-    for (label, color), values in zip(colors.items(), [*stages, other], strict=True):
-        axes.bar(steps, values, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
-        bottom += values
+    style: dict[str, Any] = {"width": 0.85 * each, "linewidth": 0}
+    for (label, color), seconds in zip(colors.items(), [*stages, other], strict=True):
+        values = _means(seconds, each)
+        axes.bar(steps, values, bottom=bottom, color=color, label=label, **style)
+        bottom = bottom + values
     # Step 1 warms up, and may take several times the others: such a bar is cut, and says so.
     top = 1.35 * max(np.quantile(bottom, 0.9), 1e-3)
     axes.set_ylim(0, top)
     for step, total in zip(steps, bottom, strict=True):
         if total > top:
-            axes.text(step + 0.6, top, f"{total:.1f} s", fontsize=8, va="top")
-    axes.set_title("seconds a step", loc="left", fontsize=10)
+            axes.text(step + 0.6 * each, top, f"{total:.1f} s", fontsize=8, va="top")
+    means = f", means of {each} steps" if each > 1 else ""
+    axes.set_title(f"seconds a step{means}", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+
+
+def _means(values: np.ndarray, each: int) -> np.ndarray:
+    """Of `each` values that follow each other; the last mean may be of fewer."""
+    starts = np.arange(0, len(values), each)
+    return np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
 
 
 def _marker(steps: np.ndarray) -> dict[str, Any]:
