@@ -79,8 +79,8 @@ def cut_after(path: Path, step: int) -> None:
         file.seek(begins)
         kept = _cut(file, path.with_name(path.name + ".bak"), step)
         file.seek(begins)
+        file.writelines(kept)  # in the place of lines that go: nothing is lost in between
         file.truncate()
-        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
 

@@ -214,13 +214,14 @@ def _draw_seconds(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -
         np.nan_to_num(column(records, names.STEP_SECONDS)) - stages.sum(axis=0), 0, None
     )
     each = -(-len(steps) // MOST_BARS)  # steps of a bar
-    steps, bottom = _means(steps, each), 0.0
+    steps = _means(steps, each)
+    bottom = np.zeros(len(steps))
     colors["other"] = "#bbbbbb"
     style: dict[str, Any] = {"width": 0.85 * each, "linewidth": 0}
     for (label, color), seconds in zip(colors.items(), [*stages, other], strict=True):
         values = _means(seconds, each)
         axes.bar(steps, values, bottom=bottom, color=color, label=label, **style)
-        bottom = bottom + values
+        bottom += values
     # Step 1 warms up, and may take several times the others: such a bar is cut, and says so.
     top = 1.35 * max(np.quantile(bottom, 0.9), 1e-3)
     axes.set_ylim(0, top)
