@@ -40,6 +40,9 @@ VERSIONS = 2
 # What a setting may set: SOURCE and options say all else.
 READ = ("rollout.", "model.max_length", "model.chat_template", "model.revision",
         "model.trust_remote_code", "trainer.dtype", "trainer.fp8_forward")  # fmt: skip
+# Of rollout.*, what is a run's: how it samples, and what it does about its engines.
+OF_RUNS = ("engines", "least_engines", "gpus_per_engine", "max_response_tokens", "temperature",
+           "start_timeout_s", "max_restarts", "silent_s", "max_silences")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,10 +184,11 @@ def _with_settings(config: RunConfig, settings: list[str], slots: int) -> RunCon
     from lora_moe_rl.files.unchanged import flat
 
     for key in (key for layer in parse_arguments(settings) for key in flat(layer)):
-        if not key.startswith(READ) or key == "rollout.engines":
+        if not key.startswith(READ) or key.removeprefix("rollout.") in OF_RUNS:
             read = ", ".join(f"{one}*" if one.endswith(".") else one for one in READ)
             raise ConfigError(
-                f"serve does not read {key}; it reads {read} but rollout.engines, which is 1"
+                f"serve does not read {key}; it reads {read} but for {', '.join(OF_RUNS)}: how a "
+                "client samples stands in its requests, and there is one engine"
             )
     config = override(config, settings)
     if config.refit.mode == "merged":

@@ -30,6 +30,9 @@ def test_settings_of_the_engine_are_taken(model):
     ("word", "said"),
     [
         ("rollout.engines=3", "serve does not read rollout.engines; it reads rollout.*"),
+        ("rollout.temperature=0.5", "serve does not read rollout.temperature; .* in its requests"),
+        ("rollout.max_response_tokens=5", "serve does not read rollout.max_response_tokens; it "),
+        ("rollout.silent_s=5", "serve does not read rollout.silent_s"),
         ("refit.slots=9", "serve does not read refit.slots"),
         ("trainer.lr=5", "serve does not read trainer.lr"),
         ("adapter.rank=4", "serve does not read adapter.rank"),
