@@ -19,7 +19,7 @@ class Chart {
     });
     this.above = h("canvas", { class: "above", "aria-hidden": "true" }); // the marked step: what lies below stays as it is
     this.last = h("output");
-    this.button = h("button", { type: "button", title: "logarithmic scale", "aria-pressed": String(log), onclick: toggleLog }, "log");
+    this.button = h("button", { type: "button", id: `log-${name}`, title: "logarithmic scale", "aria-pressed": String(log), onclick: toggleLog }, "log");
     this.element = h("article", { class: "card chart", "data-metric": name }, h("header", null, h("b", { title: name }, name), this.last, this.button), h("div", { class: "plot" }, this.canvas, this.above));
     this.element.chart = this;
     charts.add(this);

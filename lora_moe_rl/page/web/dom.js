@@ -15,8 +15,12 @@ function h(tag, given, ...children) {
   return element;
 }
 
+/** Puts `children` in the place of what an element has. What had the focus by its id has it again. */
 function fill(element, ...children) {
+  const focused = element.contains(document.activeElement) && document.activeElement.id;
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  const again = focused && byId(focused);
+  if (again && again !== document.activeElement) again.focus({ preventScroll: true });
   return element;
 }
 

@@ -14,7 +14,7 @@ const settingsView = {
     const text = (i, key) => (key in found[i].settings ? textOf(found[i].settings[key] ?? null) : "–");
     const differs = (key) => runs.some((_, i) => text(i, key) !== text(0, key));
     const several = runs.length > 1, shown = several && state.differ ? keys.filter(differs) : keys;
-    const only = several && h("label", null, h("input", { type: "checkbox", checked: Boolean(state.differ), onchange: (event) => go({ differ: event.target.checked ? "1" : "" }, true) }), "only what differs");
+    const only = several && h("label", null, h("input", { type: "checkbox", id: "only-differ", checked: Boolean(state.differ), onchange: (event) => go({ differ: event.target.checked ? "1" : "" }, true) }), "only what differs");
     const row = (key) => h("tr", { class: several && differs(key) ? "differs" : null }, h("td", null, key), runs.map((_, i) => h("td", { class: "value" }, text(i, key))));
     fill(this.root, h("div", { class: "tools" }, only), shown.length ? h("div", { class: "card scroll" }, h("table", null,
       h("thead", null, h("tr", null, h("th", null, "setting"), runs.map((run) => h("th", null, h("i", { class: "swatch", style: { background: colorOf(run) } }), run)))), h("tbody", null, shown.map(row))))
@@ -45,33 +45,52 @@ function runChoice() {
   return runs.length > 1 ? h("select", given, runs.map((run) => h("option", { value: run, selected: run === focusedRun() }, run))) : null;
 }
 
+/** A run in the list at the side. It stays the same element, whatever is new of the run: the focus and
+ * a press that has begun stay on it. */
+class Row {
+  constructor(name) {
+    this.box = h("input", { type: "checkbox", id: `choose-${name}`, "data-run": name, onchange: () => toggle(name) });
+    [this.kind, this.step, this.bar] = [h("small"), h("small"), h("i")];
+    this.element = h("label", { class: "run" }, this.box, h("span", null, h("b", null, name), this.kind, this.step, h("div", { class: "bar" }, this.bar)));
+  }
+
+  show({ name, step, steps, model, algorithm }) {
+    this.box.checked = chosenRuns().includes(name);
+    this.element.style.setProperty("--run", this.box.checked ? colorOf(name) : "var(--faint)");
+    this.kind.textContent = [algorithm, model?.split("/").at(-1)].filter(Boolean).join(" · ");
+    this.step.textContent = `step ${number(step)}${steps ? ` of ${number(steps)}` : ""}`;
+    this.bar.style.width = `${steps ? Math.min(100, (100 * step) / steps) : 0}%`;
+    return this.element;
+  }
+}
+
+function toggle(name) {
+  const chosen = chosenRuns(), next = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
+  if (next.length) go({ runs: joined(next), n: "", offset: "0" });
+  else drawSide(); // one stays
+}
+
 function drawSide() {
-  const chosen = chosenRuns();
-  const toggle = (name) => {
-    const next = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
-    if (next.length) go({ runs: joined(next), n: "", offset: "0" });
-    else drawSide(); // one stays
-  };
-  const words = (side.filter?.value || "").toLowerCase();
-  side.filter ||= h("input", { type: "search", placeholder: "filter runs", "aria-label": "filter runs", oninput: drawSide });
-  const one = ({ name, step, steps, model, algorithm }) => {
-    const on = chosen.includes(name), color = on ? colorOf(name) : "var(--faint)";
-    return h("label", { class: "run", style: { "--run": color } }, h("input", { type: "checkbox", checked: on, "data-run": name, onchange: () => toggle(name) }),
-      h("span", null, h("b", null, name), h("small", null, [algorithm, model?.split("/").at(-1)].filter(Boolean).join(" · ")), h("small", null, `step ${number(step)}${steps ? ` of ${number(steps)}` : ""}`),
-        h("div", { class: "bar" }, h("i", { style: { width: `${steps ? Math.min(100, (100 * step) / steps) : 0}%` } }))));
-  };
   if (!side.list) {
+    side.filter = h("input", { type: "search", placeholder: "filter runs", "aria-label": "filter runs", oninput: drawSide });
     side.list = h("div", { id: "runs" });
     fill(byId("side"), h("h1", null, "lora-moe-rl"), h("p", { class: "root" }, root), side.filter, side.list);
   }
   side.filter.hidden = state_runs.length < 8;
-  fill(side.list, state_runs.filter(({ name }) => name.toLowerCase().includes(words)).map(one));
+  const words = side.filter.value.toLowerCase(), shown = state_runs.filter(({ name }) => name.toLowerCase().includes(words));
+  for (const { name } of shown) if (!side.rows.has(name)) side.rows.set(name, new Row(name));
+  const elements = shown.map((run) => side.rows.get(run.name).show(run));
+  if (elements.length !== side.list.children.length || elements.some((one, i) => one !== side.list.children[i])) fill(side.list, elements);
 }
-const side = {};
+const side = { rows: new Map() };
 
 function drawTabs() {
-  const link = ([view, [label]]) => h("a", { href: address({ view }), "aria-current": view === state.view ? "page" : null, onclick: (event) => { event.preventDefault(); go({ view }); } }, label);
-  fill(byId("tabs"), Object.entries(VIEWS).map(link), h("span", { class: "live" }, source.live ? "live" : "a snapshot"));
+  const link = ([view, [label]]) => h("a", { id: `tab-${view}`, onclick: (event) => { event.preventDefault(); go({ view }); } }, label);
+  if (!byId("tabs").children.length) fill(byId("tabs"), Object.entries(VIEWS).map(link), h("span", { class: "live" }, source.live ? "live" : "a snapshot"));
+  for (const view of Object.keys(VIEWS)) {
+    byId(`tab-${view}`).href = address({ view });
+    byId(`tab-${view}`).ariaCurrent = view === state.view ? "page" : null;
+  }
 }
 
 /** Does what may fail, and says on the page what did. */

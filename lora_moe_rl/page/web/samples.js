@@ -60,8 +60,8 @@ const samplesView = {
     const offset = Number(state.offset), last = Math.min(offset + PER_PAGE, chosen);
     const all = chosen === samples ? "" : ` (of ${number(samples)})`, left = of > samples ? ` · this file holds ${number(samples)} of ${number(of)}` : "";
     fill(this.pager, h("span", { id: "count" }, chosen ? `${number(offset + 1)}–${number(last)} of ${number(chosen)}${all}${left}` : "none"), h("span", { class: "space" }),
-      h("button", { type: "button", disabled: !offset, onclick: () => go({ offset: String(Math.max(0, offset - PER_PAGE)), n: "" }) }, "‹ back"),
-      h("button", { type: "button", disabled: last >= chosen, onclick: () => go({ offset: String(offset + PER_PAGE), n: "" }) }, "next ›"));
+      h("button", { type: "button", id: "page-back", disabled: !offset, onclick: () => go({ offset: String(Math.max(0, offset - PER_PAGE)), n: "" }) }, "‹ back"),
+      h("button", { type: "button", id: "page-next", disabled: last >= chosen, onclick: () => go({ offset: String(offset + PER_PAGE), n: "" }) }, "next ›"));
   },
 
   item(one) {
@@ -85,7 +85,7 @@ const samplesView = {
 
   strip(sample, group) {
     if (group.length < 2) return null;
-    const one = (other) => h("button", { type: "button", "aria-pressed": String(other.number === sample.number), title: `sample ${other.sample}, advantage ${number(other.advantage)}`, onclick: () => go({ n: String(other.number) }, true) }, rewardText(other));
+    const one = (other) => h("button", { type: "button", id: `group-${other.number}`, "aria-pressed": String(other.number === sample.number), title: `sample ${other.sample}, advantage ${number(other.advantage)}`, onclick: () => go({ n: String(other.number) }, true) }, rewardText(other));
     return [h("small", { class: "dim" }, `rewards of this group's ${group.length} samples`), h("div", { class: "strip", id: "group" }, group.map(one))];
   },
 

@@ -6,7 +6,14 @@ const LANE = 34;
 
 const timelineView = {
   mount(root) {
-    this.tools = h("div", { class: "tools" });
+    const button = (id, text) => h("button", { type: "button", id, onclick: () => this.go(id) }, text);
+    this.run = h("span");
+    this.earlier = button("earlier", "‹ earlier");
+    this.later = button("later", "later ›");
+    this.count = h("input", { type: "number", min: "1", max: "50", style: { width: "70px" }, "aria-label": "number of steps", onchange: (event) => go({ count: event.target.value || "6" }, true) });
+    this.trace = h("a", { download: "timeline.trace.json" }, "trace of the last steps, for Perfetto");
+    this.tools = h("div", { class: "tools" }, this.run, source.live && [this.earlier, this.later, h("label", null, "steps", this.count)],
+      Object.entries(WORK).map(([what, color]) => h("span", { class: "dim" }, h("i", { class: "swatch", style: { background: color } }), what)), source.live && this.trace);
     this.canvas = h("canvas", { role: "img", "aria-label": "timeline", onpointermove: (event) => this.point(event), onpointerleave: () => tip() });
     this.box = h("article", { class: "card heat", id: "timeline" }, this.canvas);
     this.none = h("p", { class: "empty" }, "This run has no timeline.");
@@ -20,15 +27,19 @@ const timelineView = {
     if (!newest()) return;
     this.box.hidden = !steps.length;
     this.none.hidden = steps.length > 0;
-    this.steps = steps;
-    const last = steps.at(-1)?.step ?? 0, count = Number(state.count), trace = source.traceLink(run);
-    const to = (at) => go({ at: at >= end ? "" : String(Math.max(at, first)) }, true);
-    fill(this.tools, runChoice(),
-      source.live && [h("button", { type: "button", disabled: !steps.length || steps[0].step <= first, onclick: () => to(last - count) }, "‹ earlier"), h("button", { type: "button", disabled: last >= end, onclick: () => to(last + count) }, "later ›"),
-        h("label", null, "steps", h("input", { type: "number", min: "1", max: "50", value: state.count, style: { width: "70px" }, "aria-label": "number of steps", onchange: (event) => go({ count: event.target.value || "6" }, true) }))],
-      Object.entries(WORK).map(([what, color]) => h("span", { class: "dim" }, h("i", { class: "swatch", style: { background: color } }), what)),
-      trace && h("a", { href: trace, download: "timeline.trace.json" }, "trace of the last steps, for Perfetto"));
+    const last = steps.at(-1)?.step ?? 0;
+    Object.assign(this, { steps, first, end, last });
+    fill(this.run, runChoice());
+    this.earlier.disabled = !steps.length || steps[0].step <= first;
+    this.later.disabled = last >= end;
+    if (document.activeElement !== this.count) this.count.value = state.count;
+    this.trace.href = source.traceLink(run);
     if (steps.length) this.draw();
+  },
+
+  go(where) {
+    const at = this.last + (where === "later" ? 1 : -1) * Number(state.count);
+    go({ at: at >= this.end ? "" : String(Math.max(at, this.first)) }, true);
   },
 
   rows() {
