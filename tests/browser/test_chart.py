@@ -127,7 +127,8 @@ def test_a_chart_of_many_steps_draws_its_peaks_and_a_pointer_draws_none_of_it_ag
         const points = Array.from({ length: 20000 }, (_, i) => [i + 1, i === 7000 ? 9 : i % 2]);
         points[12000][1] = NaN;
         window.chart = document.querySelector('[data-metric="reward/mean"]').chart;
-        chart.show([{ label: 'first', color: '#3b7fc4', points }], { range: null, smooth: 0 });
+        const series = [{ label: 'first', color: '#3b7fc4', dash: [], points }];
+        chart.show(series, { range: null, smooth: 0 });
         window.parts = drawable(points, chart.toX);
         window.calls = 0;
         for (const one of charts) {

@@ -2,13 +2,14 @@
 // A line chart over steps on a canvas: a line a run, the same step marked in all charts.
 
 const COLORS = ["#3b7fc4", "#d9822b", "#3f9a68", "#c9504a", "#8a63c9", "#2b98ab", "#c2589a", "#9a7d45"];
+const DASHES = [[], [7, 3], [2, 2], [8, 2, 2, 2]]; // of the first runs, one for each colour, of the next ones, …
 const MARGIN = { left: 52, right: 10, top: 8, bottom: 20 };
 const CLICK = 8; // pixels; a pointer that goes further before its button is let go drags
 const charts = new Set(); // those on the page
 let marked = null; // the step under the pointer
 
 class Chart {
-  /** `series`: [{label, color, points: [[step, value], …]}]. `pick(step)`, `zoom(from, to)`. */
+  /** `series`: [{label, color, dash, points: [[step, value], …]}]. `pick(step)`, `zoom(from, to)`. */
   constructor(name, { log, toggleLog, pick, zoom }) {
     Object.assign(this, { name, log, pick, zoom, series: [], range: null, smooth: 0, pressed: null });
     this.canvas = h("canvas", {
@@ -30,11 +31,11 @@ class Chart {
     this.button.setAttribute("aria-pressed", String(log));
     const ends = series.map(({ points }) => points.at(-1)).filter(Boolean);
     this.last.textContent = ends.length === 1 ? number(ends[0][1]) : "";
-    this.lines = series.map(({ color, points }) => {
+    this.lines = series.map(({ color, dash, points }) => {
       const inside = range ? points.filter(([step]) => step >= range[0] && step <= range[1]) : points;
       const shown = log ? inside.map(([step, value]) => [step, value > 0 ? value : NaN]) : inside;
       const lost = inside.filter(([, value]) => Number.isNaN(value)).map(([step]) => step);
-      return { color, points: shown, lost, smooth: smooth ? smoothed(shown, smooth) : null };
+      return { color, dash, points: shown, lost, smooth: smooth ? smoothed(shown, smooth) : null };
     });
     this.draw();
   }
@@ -79,11 +80,13 @@ class Chart {
     for (const x of ticks(box.x0, box.x1, 5)) {
       if (Number.isInteger(x)) c.fillText(number(x), this.toX(x), height - 5);
     }
-    for (const { color, points, lost, smooth } of this.lines) {
+    for (const { color, dash, points, lost, smooth } of this.lines) {
       c.fillStyle = color;
       for (const step of lost) c.fillRect(this.toX(step) - 1, bottom - 5, 2, 5);
+      c.setLineDash(dash);
       this.line(c, points, color, smooth ? 0.28 : 1);
       if (smooth) this.line(c, smooth, color, 1);
+      c.setLineDash([]);
     }
     this.mark();
   }
@@ -127,10 +130,10 @@ class Chart {
   point(event) {
     markStep(this.stepAt(event));
     if (marked === null) return;
-    const rows = this.series.map(({ label, color, points }) => {
+    const rows = this.series.map(({ label, color, dash, points }) => {
       const found = nearest(points, marked);
       const value = found && found[0] === marked ? found[1] : null;
-      return [label, Number.isNaN(value) ? "not a finite number" : number(value), color];
+      return [label, Number.isNaN(value) ? "not a finite number" : number(value), color, dash];
     });
     tip(event, `step ${marked}`, rows);
   }

@@ -50,12 +50,12 @@ const curves = {
     const sections = sectionsOf(names, runs), wanted = JSON.stringify([sections, runs]);
     if (wanted !== this.drawn) {
       this.drawn = wanted;
-      this.build(sections);
+      this.build(sections, runs);
     } else for (const chart of charts) this.paint(chart);
     this.summary(runs);
   },
 
-  build(sections) {
+  build(sections, runs) {
     this.watch.disconnect();
     charts.clear();
     const card = (name) => new Chart(name, {
@@ -64,7 +64,7 @@ const curves = {
       zoom: (from, to) => go({ x: `${from}-${to}` }),
     }).element;
     fill(this.charts, sections.map(([title, names]) => [h("h2", null, title), h("div", { class: "grid" }, names.map(card))]));
-    if (!sections.length) fill(this.charts, h("p", { class: "empty" }, state.q ? `No metric of these runs has ${state.q} in its name.` : "No numbers yet: the first step is under way."));
+    if (!sections.length) fill(this.charts, h("p", { class: "empty" }, state.q ? `No metric of these runs has ${state.q} in its name.` : runs.length ? "No numbers yet: the first step is under way." : "Choose a run."));
     for (const chart of charts) this.watch.observe(chart.element);
   },
 
@@ -78,7 +78,7 @@ const curves = {
 
   paint(chart) {
     if (!chart.seen) return;
-    const series = chosenRuns().map((run) => ({ label: run, color: colorOf(run), points: metricStore.line(run, chart.name) }));
+    const series = chosenRuns().map((run) => ({ label: run, color: colorOf(run), dash: dashOf(run), points: metricStore.line(run, chart.name) }));
     const range = state.x ? state.x.split("-").map(Number) : null;
     chart.show(series.filter(({ points }) => points.length), { range, smooth: Number(state.smooth), log: isLog(chart.name) });
   },
@@ -87,7 +87,7 @@ const curves = {
     const shown = SUMMARY.filter(([name]) => worthIt(name, runs) && runs.some((run) => metricStore.series(run, name).length));
     const row = (run) => {
       const about = state_runs.find(({ name }) => name === run);
-      return h("tr", null, h("td", null, h("i", { class: "swatch", style: { background: colorOf(run) } }), run), h("td", { class: "dim" }, about.algorithm), h("td", { class: "num" }, `${about.step}/${about.steps ?? "?"}`),
+      return h("tr", null, h("td", null, swatch(colorOf(run), dashOf(run)), run), h("td", { class: "dim" }, about.algorithm), h("td", { class: "num" }, `${about.step}/${about.steps ?? "?"}`),
         shown.map(([name, , how]) => h("td", { class: "num" }, how(metricStore.series(run, name).map(([, value]) => value)))));
     };
     this.table.hidden = !runs.length;

@@ -24,6 +24,9 @@ function fill(element, ...children) {
   return element;
 }
 
+/** The sign of a line of this colour; `dash` as of a canvas, empty where the line is whole. */
+const swatch = (color, dash = []) => h("i", { class: dash.length ? "swatch dashed" : "swatch", style: dash.length ? { "--run": color } : { background: color } });
+
 const byId = (id) => document.getElementById(id);
 
 /** A number as one reads it: four figures; very small and very large ones with an exponent. */
@@ -45,13 +48,13 @@ function settled(call, milliseconds) {
   };
 }
 
-/** Shows rows of [label, value, colour] beside the pointer; none: hides them. */
+/** Shows rows of [label, value, colour, dash] beside the pointer; none: hides them. */
 function tip(event, title, rows) {
   const box = byId("tip");
   box.hidden = !rows;
   if (!rows) return;
-  const line = ([label, value, color]) =>
-    h("div", null, h("span", null, color && h("i", { class: "swatch", style: { background: color } }), label), h("span", null, value));
+  const line = ([label, value, color, dash]) =>
+    h("div", null, h("span", null, color && swatch(color, dash), label), h("span", null, value));
   fill(box, title && h("b", null, title), rows.map(line));
   const { width, height } = box.getBoundingClientRect();
   const left = event.clientX + 16 + width > innerWidth ? event.clientX - 16 - width : event.clientX + 16;

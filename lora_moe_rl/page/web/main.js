@@ -17,7 +17,7 @@ const settingsView = {
     const only = several && h("label", null, h("input", { type: "checkbox", id: "only-differ", checked: Boolean(state.differ), onchange: (event) => go({ differ: event.target.checked ? "1" : "" }, true) }), "only what differs");
     const row = (key) => h("tr", { class: several && differs(key) ? "differs" : null }, h("td", null, key), runs.map((_, i) => h("td", { class: "value" }, text(i, key))));
     fill(this.root, h("div", { class: "tools" }, only), shown.length ? h("div", { class: "card scroll" }, h("table", null,
-      h("thead", null, h("tr", null, h("th", null, "setting"), runs.map((run) => h("th", null, h("i", { class: "swatch", style: { background: colorOf(run) } }), run)))), h("tbody", null, shown.map(row))))
+      h("thead", null, h("tr", null, h("th", null, "setting"), runs.map((run) => h("th", null, swatch(colorOf(run), dashOf(run)), run)))), h("tbody", null, shown.map(row))))
       : h("p", { class: "empty" }, runs.length ? "These runs have the same settings." : "Choose a run."));
   },
 };
@@ -37,7 +37,11 @@ function chosenRuns() {
   return every.filter((name) => wanted.includes(name));
 }
 const focusedRun = () => (chosenRuns().includes(state.run) ? state.run : chosenRuns()[0]);
+/** Of those that the address names, the ones that are not there. */
+const missingRuns = () => listed(state.runs).filter((name) => !state_runs.some((run) => run.name === name));
 const colorOf = (run) => COLORS[Math.max(0, chosenRuns().indexOf(run)) % COLORS.length];
+
+const dashOf = (run) => DASHES[Math.floor(Math.max(0, chosenRuns().indexOf(run)) / COLORS.length) % DASHES.length];
 
 /** Which of the chosen runs a view of one shows. */
 function runChoice() {
@@ -113,6 +117,8 @@ function render() {
   if (!(state.view in VIEWS)) state.view = DEFAULTS.view;
   drawSide();
   drawTabs();
+  byId("missing").hidden = !missingRuns().length;
+  byId("missing").textContent = `Not there${root && ` below ${root}`}: ${missingRuns().join(", ")}.`;
   const view = VIEWS[state.view][1];
   if (shownView !== state.view) {
     shownView = state.view;

@@ -41,5 +41,9 @@ addEventListener("popstate", () => {
   render();
 });
 
-const listed = (text) => text.split(",").filter(Boolean).map(decodeURIComponent);
+/** A list in the address; what is not encoded as `joined` does it stands for itself. */
+function listed(text) {
+  const decoded = (one) => { try { return decodeURIComponent(one); } catch { return one; } };
+  return text.split(",").filter(Boolean).map(decoded);
+}
 const joined = (list) => list.map(encodeURIComponent).join(",");

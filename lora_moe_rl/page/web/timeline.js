@@ -13,7 +13,7 @@ const timelineView = {
     this.count = h("input", { type: "number", min: "1", max: "50", style: { width: "70px" }, "aria-label": "number of steps", onchange: (event) => go({ count: event.target.value || "6" }, true) });
     this.trace = h("a", { download: "timeline.trace.json" }, "trace of the last steps, for Perfetto");
     this.tools = h("div", { class: "tools" }, this.run, source.live && [this.earlier, this.later, h("label", null, "steps", this.count)],
-      Object.entries(WORK).map(([what, color]) => h("span", { class: "dim" }, h("i", { class: "swatch", style: { background: color } }), what)), source.live && this.trace);
+      Object.entries(WORK).map(([what, color]) => h("span", { class: "dim" }, swatch(color), what)), source.live && this.trace);
     this.canvas = h("canvas", { role: "img", "aria-label": "timeline", onpointermove: (event) => this.point(event), onpointerleave: () => tip() });
     this.box = h("article", { class: "card heat", id: "timeline" }, this.canvas);
     this.none = h("p", { class: "empty" }, "This run has no timeline.");
