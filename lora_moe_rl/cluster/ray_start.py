@@ -50,9 +50,7 @@ def prepare_ray() -> None:
     if "RAY_ADDRESS" in os.environ:
         require_token()
         return
-    make_token()
-    hide_sockets()
-    watch()
+    watch(make_token() + hide_sockets())
 
 
 def store_bytes() -> int:

@@ -25,29 +25,31 @@ VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 LOOPBACK = "127.0.0.1"
 
 
-def make_token() -> None:
+def make_token() -> list[str]:
     """A token for this run, in a file that only its owner can read and that goes with the process.
-    A mode of authentication that the user has set stays as it is."""
+    A mode of authentication that the user has set stays as it is. Returns what was made."""
     if MODE in os.environ:
-        return
+        return []
     descriptor, path = tempfile.mkstemp(prefix="lora-moe-rl-ray-")  # with mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
     atexit.register(Path(path).unlink, missing_ok=True)
     os.environ[TOKEN_PATH] = path
     _use_token()
+    return [path]
 
 
-def hide_sockets() -> None:
+def hide_sockets() -> list[str]:
     """vLLM's processes talk through sockets, in part in pickles: those of this run's engines are in
     a directory that only its owner can enter, and that goes with the process. Another that the user
-    has set stays."""
+    has set stays. Returns what was made."""
     if VLLM_SOCKETS in os.environ:
-        return
+        return []
     # Shorter than the names that Ray gives its own sockets, for which there has to be room.
     path = tempfile.mkdtemp(prefix="lora-moe-rl-")  # with mode 0700
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     os.environ[VLLM_SOCKETS] = path
+    return [path]
 
 
 def require_token() -> None:

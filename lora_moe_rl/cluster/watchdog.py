@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -53,12 +56,13 @@ def kill_marked(variable: str, *marks: str) -> None:
         psutil.wait_procs(found, timeout=1.0)
 
 
-def watch() -> None:
-    """From now on what this process starts has the mark, and ends with this process."""
+def watch(made: Sequence[str] = ()) -> None:
+    """From now on what this process starts has the mark, and ends with this process. The files and
+    directories that it has `made` go then too."""
     os.environ[MARK] = uuid.uuid4().hex
     # Not among those that it ends, nor of the terminal's group. Our end of the pipe closes with us.
     watchdog = subprocess.Popen(
-        [sys.executable, "-m", "lora_moe_rl.cluster.watchdog", os.environ[MARK]],
+        [sys.executable, "-m", "lora_moe_rl.cluster.watchdog", os.environ[MARK], *made],
         env={name: value for name, value in os.environ.items() if name != MARK},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -76,7 +80,7 @@ def tell() -> None:
         pipe.flush()
 
 
-def main(mark: str) -> None:
+def main(mark: str, *made: str) -> None:
     told: list[psutil.Process] = []
     for line in sys.stdin:  # until the pipe closes
         told += _processes(line)
@@ -86,6 +90,9 @@ def main(mark: str) -> None:
         with suppress(psutil.Error):
             process.kill()
     kill_marked(MARK, mark)
+    for path in map(Path, made):
+        with suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _processes(pids: str) -> list[psutil.Process]:
@@ -106,4 +113,4 @@ def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -59,6 +59,19 @@ def test_what_a_killed_process_has_started_ends_with_it(source, count):
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_what_a_killed_process_has_made_for_itself_is_removed(tmp_path):
+    token, sockets = tmp_path / "token", tmp_path / "sockets"
+    token.touch()
+    sockets.mkdir()
+    (sockets / "engine").touch()
+    driver, started, dog = start(DRIVER.replace("watch()", f"watch({[str(token), str(sockets)]})"))
+    assert token.exists() and sockets.exists()
+    driver.kill()
+    driver.wait()
+    psutil.wait_procs([*started, dog], timeout=30)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_the_kernel_does_not_end_is_named_and_not_waited_for(monkeypatch, caplog):
     """As a process is that waits for a server of files which does not answer."""
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "TEST_MARK": "of this"}) as stuck:
