@@ -3,6 +3,7 @@ that take longest are begun first: one that begins last keeps a process busy alo
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 # At the end: folders of ours are named as packages that others look for.
 if (root := str(Path(__file__).parents[1])) not in sys.path:
     sys.path.append(root)
+
+# Under nohup a run is not to hear of a terminal that is closed, and tests see that it does.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Seconds of a test, roughly, by its first marker of these.
 SECONDS = {"minute": 60, "whole": 60, "slow": 20, "seconds": 3}

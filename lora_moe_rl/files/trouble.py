@@ -18,11 +18,12 @@ MOST_KEPT = 16 << 20  # bytes of one file that wait in memory
 @contextmanager
 def waited_for(path: Path, resume: bool) -> Iterator[None]:
     """Around what a run does in `path` before it begins or, to `resume`, goes on: then what the
-    disk refuses is a DiskWait."""
+    disk refuses is a DiskWait. A server that is away, or late, is none."""
     try:
         yield
     except OSError as error:
-        if not resume:
+        late = isinstance(error, TimeoutError) and error.errno is None
+        if not resume or late or isinstance(error, ConnectionError):
             raise
         raise disk_wait(path, error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,10 +28,11 @@ def totals(gpus: int, node: int) -> list[int]:
 
 
 def splits(gpus: int, node: int) -> range:
-    """Numbers of GPUs for engines alone that are tried: of many GPUs whole nodes."""
+    """Numbers of GPUs for engines alone that are tried: of many GPUs whole nodes, or
+    eighths of larger ones."""
     step = 1
     if gpus > EVERY_SPLIT:
-        step = node
+        step = math.gcd(node, 8)  # a node of 72 GPUs is cut as nodes of 8 are
         while gpus // step > EVERY_SPLIT:
             step *= 2
     return range(step, gpus, step)

@@ -83,6 +83,8 @@ def _in_turns(search: Search, gpus: int) -> Iterator[Refused]:
 def _beside_engines(search: Search, gpus: int) -> Iterator[Refused]:
     """A trainer rank and an engine of its own on every GPU, at once."""
     rollout = search.sharing(gpus)
+    if not search.can_share(rollout):
+        return
     engine = one_sequence(search, search.engine(rollout))
     for trainer in search.trainers(gpus):
         trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})

@@ -168,8 +168,7 @@ class Search:
     def _shared(self, gpus: int) -> Proposal | None:
         """Every GPU holds a trainer rank and an engine of its own, half and half for Ray."""
         most, best = self.sharing(gpus), None
-        fits = self.engine(most).sequences and not not_served(self._with(most), self.spec)
-        if not fits or not [*self._all_of(gpus, [most])]:
+        if not self.engine(most).sequences or not self.can_share(most):
             return None  # beside any trainer rank
         for trainer in self.trainers(gpus):
             trainer = trainer.model_copy(update={"gpus_per_rank": 0.5})
@@ -189,8 +188,13 @@ class Search:
     def sharing(self, gpus: int) -> RolloutConfig:
         """An engine beside each trainer rank, which may use all that a proposal does."""
         update = {"engines": gpus, "tp": 1, "dp": 1, "nodes": 1, "ep": False}
+        update |= {"fully_sharded": False}
         update |= {"gpus_per_engine": 0.5, "gpu_memory_utilization": 1 - MARGIN}
         return self.config.rollout.model_copy(update=update)
+
+    def can_share(self, most: RolloutConfig) -> bool:
+        """Whether such engines may stand beside trainer ranks: they are as kept, and served."""
+        return self._can_be(most) and bool([*self._all_of(most.engines, [most])])
 
     def _share(self, free: float) -> float:
         """What engines may use of GPUs of which so much is free: all, in whole hundredths, or what

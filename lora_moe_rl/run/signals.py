@@ -34,9 +34,11 @@ def interrupts() -> Iterator[None]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` gets the signals that ask for an end, but for those that this program is
-    not to hear (`nohup`); those of before afterwards."""
-    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    """Inside, `handler` gets the signals that ask for an end; those of before afterwards. SIGHUP
+    where this program is to hear of it alone (not under `nohup`): SIGINT is ignored by whatever a
+    script starts in the background, and asks for an end there too."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in ENDING if not (nohup and number == signal.SIGHUP)]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield

@@ -66,7 +66,7 @@ class EngineRoom:
         self.waiting = Waiting()
         self.slots = Slots(places.config.refit.slots)
         self.origins: dict[str, Origin] = {}  # of samplers
-        self.saved: dict[str, Origin] = {}  # of checkpoints, by their digests
+        self.saved: dict[tuple[int, str], Origin] = {}  # of checkpoints, by model and digest
         self.states: dict[str, int] = {}  # of models, the numbers of their weights
         self.digests: dict[str, str] = {}  # of samplers that were read, of their checkpoints
         self.numbers: dict[str, int] = {}  # of models
@@ -131,7 +131,7 @@ class EngineRoom:
             await self.ranks.select(model)
             parts = self.ranks, self.places, self.base
             path = await asyncio.to_thread(saved.write, directory, lora, *parts)
-            self.saved[saved.digest_of(path)] = self._origin(model)
+            self.saved[self._number(model), saved.digest_of(path)] = self._origin(model)
 
     async def load(self, model: str, directory: Path, optimizer: bool) -> Lora:
         read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
@@ -160,8 +160,9 @@ class EngineRoom:
     async def publish_saved(self, directory: Path, model: str, sampler: str) -> None:
         read = await asyncio.to_thread(saved.read, directory, self.places, self.base)
         self.waiting.directories[sampler] = directory
-        unknown = Origin(self._number(model), -1)  # of a service that ran before
-        self.origins[sampler] = self.saved.get(read.digest, unknown)
+        number = self._number(model)
+        unknown = Origin(number, -1)  # of a service that ran before
+        self.origins[sampler] = self.saved.get((number, read.digest), unknown)
         async with self._one_publishes, self._next_slot():
             await self._serve_again(sampler)
 

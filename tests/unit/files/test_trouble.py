@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.errors import DiskWait, RunDirError
 from lora_moe_rl.files import trouble
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.files.trouble import Lines, Trouble
+from lora_moe_rl.files.trouble import Lines, Trouble, waited_for
 
 
 class Time:
@@ -189,3 +189,11 @@ def test_json_of_records_is_as_it_was(tmp_path):
     with RunDir(config_in(tmp_path), False) as run_dir:
         run_dir.append(run_dir.order_file, [{"step": 1, "text": "é\u2028", "x": float("nan")}])
     assert json.loads(run_dir.order_file.read_text()) == {"step": 1, "text": "é\u2028", "x": None}
+
+
+@pytest.mark.parametrize("error", [ConnectionError("a server is away"), TimeoutError("late")])
+def test_a_server_that_is_away_is_not_the_disk(tmp_path, error):
+    with pytest.raises(type(error)), waited_for(tmp_path, resume=True):
+        raise error
+    with pytest.raises(DiskWait), waited_for(tmp_path, resume=True):
+        raise TimeoutError(errno.ETIMEDOUT, "the disk's server")

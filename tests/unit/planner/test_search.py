@@ -54,6 +54,7 @@ def test_what_is_given_of_a_layout_is_kept(mode, setting):
         ("rollout.dp=2", "rollout.dp=2 is of a whole layout"),
         ("trainer.gpus_per_rank=0.5", "is of a whole layout, and a search chooses it"),
         ("model.held_once=on", "no layouts of a base that is held once are looked for"),
+        ("trainer.etp=2", "trainer.etp=2 is of a whole layout"),
         ("rollout.tp=3", "rollout.tp=3 does not divide the model's 32 attention heads; use a "),
         ("trainer.tp=3", "trainer.tp=3 does not divide the model's 32 attention heads; use a "),
     ],
@@ -93,6 +94,26 @@ def test_splits_of_many_gpus_are_whole_nodes_and_few():
     for gpus in (512, 513, 4096, 65_536):
         tried = layouts.splits(gpus, 8)
         assert tried.step % 8 == 0 and len(tried) <= layouts.EVERY_SPLIT
+
+
+@pytest.mark.parametrize(
+    "setting", ["rollout.tp=4", "rollout.tp=2", "rollout.ep=false", "rollout.fully_sharded=true"]
+)
+def test_what_is_kept_is_kept_of_engines_beside_trainer_ranks_too(setting):
+    """On few large GPUs the fastest layout shares each with a trainer rank."""
+    words = ("--model", "qwen3-8b", "--gpus", "8", "--gpu", "b200")
+    assert best(*words)[0].shared
+    section, key = setting.partition("=")[0].split(".")
+    request = read([*words, setting])
+    for one in search_of(request).best(8):
+        found = getattr(getattr(one.config, section), key)
+        assert found == getattr(getattr(request.config, section), key)
+        assert not (one.config.rollout.fully_sharded and one.config.rollout.tp == 1)
+
+
+def test_large_nodes_are_split_too():
+    assert layouts.splits(72, 72) == range(8, 72, 8)
+    assert len(layouts.splits(144, 72)) == 17
 
 
 def test_gpus_that_make_no_layout_faster_stay_idle(capsys):

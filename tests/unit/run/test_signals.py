@@ -69,6 +69,19 @@ def test_while_a_run_starts_too(capsys):
     assert ended
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_in_a_scripts_background_hears_of_it_all_the_same(number):
+    """A shell without job control has SIGINT ignored in what it starts with `&`."""
+    before = signal.signal(number, signal.SIG_IGN)
+    records: Any = SimpleNamespace(stop_requested=False)
+    try:
+        with interrupts(), start._signals(records):
+            os.kill(os.getpid(), number)
+        assert records.stop_requested
+    finally:
+        signal.signal(number, before)
+
+
 def test_nohup_is_heeded():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     records: Any = SimpleNamespace(stop_requested=False)
