@@ -26,7 +26,7 @@ from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.service.backend import Ask, Facts
 from lora_moe_rl.service.routes import RouteStore
-from lora_moe_rl.service.sampling import Samplers
+from lora_moe_rl.service.sampling import Samplers, seed_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 EXACT = 1e-5  # logprobs, float32
@@ -117,8 +117,9 @@ def test_a_text_ends_a_sample_of_one_request_as_it_ends_those_of_a_run(served, s
     # Half of the prompts are asked for without: each request has its own.
     ends = [STOPS, (), STOPS, ()]
     asks = [
-        Ask(prompt, 10, LONGEST, seed=1000 * place, stop=stop)
+        Ask(prompt, 1, LONGEST, seed=1000 * place + number, stop=stop)
         for place, (prompt, stop) in enumerate(zip(prompts, ends, strict=True))
+        for number in range(10)
     ]
     found = [one for sampled in asked(samplers, version, *asks) for one in sampled.samples]
     free, _ = engine.generate(prompts, 10, version)
@@ -217,10 +218,11 @@ def test_samples_depend_on_their_seed_and_place_alone(served, samplers):
     _, engine = served
     version, (prompt,) = engine.new_version(engine.random_adapter(5)), random_prompts(5, [12])
     together = [one.token_ids.tolist() for one in of_seed(samplers, version, prompt, 7, 4)]
-    alone = [of_seed(samplers, version, prompt, 7 + i, 1)[0].token_ids.tolist() for i in range(4)]
+    seeds = [7, *(seed_of(7, number) for number in (1, 2, 3))]
+    alone = [of_seed(samplers, version, prompt, seed, 1)[0].token_ids.tolist() for seed in seeds]
     assert together == alone and len(set(map(tuple, alone))) == 4
     (group, _) = engine.generate([prompt], 4, version, seed=0)
-    of_run = [one.token_ids.tolist() for one in of_seed(samplers, version, prompt, 0, 4)]
+    of_run = [of_seed(samplers, version, prompt, i, 1)[0].token_ids.tolist() for i in range(4)]
     assert of_run == [one.response_ids.tolist() for one in group]
     asks = [Ask(prompt, 2, LONGEST)] * 2
     drawn = [one.token_ids.tolist() for s in asked(samplers, version, *asks) for one in s.samples]
