@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lora_moe_rl.errors import CheckpointError, DiskError, FileError
+from lora_moe_rl.files.trouble import is_of_disk
 from lora_moe_rl.files.untrusted import read_json
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,8 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        late = isinstance(error, TimeoutError) and error.errno is None
-        if late or isinstance(error, ConnectionError):
-            raise  # OSErrors too, but not the disk's
+        if not is_of_disk(error):
+            raise
         reason = error.strerror or str(error)
         raise DiskError(
             f"cannot write the checkpoint {directory}: {reason}. The earlier checkpoints are "

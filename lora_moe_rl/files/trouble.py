@@ -22,10 +22,15 @@ def waited_for(path: Path, resume: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        late = isinstance(error, TimeoutError) and error.errno is None
-        if not resume or late or isinstance(error, ConnectionError):
+        if not resume or not is_of_disk(error):
             raise
         raise disk_wait(path, error) from error
+
+
+def is_of_disk(error: OSError) -> bool:
+    """Whether it is the disk's, and not that of a server or of somebody who is late."""
+    late = isinstance(error, TimeoutError) and error.errno is None
+    return not late and not isinstance(error, ConnectionError)
 
 
 def disk_wait(path: Path, error: OSError) -> DiskWait:

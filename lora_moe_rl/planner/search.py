@@ -137,7 +137,7 @@ class Search:
         """Engines on all GPUs, of every kind."""
         for tp in ENGINE_TPS:
             if tp <= self.hardware[1] and gpus % tp == 0 and divides_engine(self.facts.shape, tp):
-                yield from self._all_of(gpus, self._kinds(gpus, tp))
+                yield from self._as_many(self._kinds(gpus, tp))
 
     def _turns(self, rollout: RolloutConfig, gpus: int) -> Iterator[Proposal]:
         """The fastest trainer that takes turns with these engines, if one fits. They may use what
@@ -194,7 +194,7 @@ class Search:
 
     def can_share(self, most: RolloutConfig) -> bool:
         """Whether such engines may stand beside trainer ranks: they are as kept, and served."""
-        return self._can_be(most) and bool([*self._all_of(most.engines, [most])])
+        return self._can_be(most) and any(self._as_many([most]))
 
     def _share(self, free: float) -> float:
         """What engines may use of GPUs of which so much is free: all, in whole hundredths, or what
@@ -225,14 +225,14 @@ class Search:
         node, shape = self.hardware[1], self.facts.shape
         sizes = [n for n in ENGINE_TPS if n <= node and gpus % n == 0 and divides_engine(shape, n)]
         kinds = (kind for tp in sizes for kind in self._kinds(gpus, tp))
-        on_one = self._fastest(self._all_of(gpus, kinds))
+        on_one = self._fastest(self._as_many(kinds))
         if on_one is not None:
             return on_one
         spread = (self._spread(gpus, n) for n in range(2 * node, gpus + 1, node) if gpus % n == 0)
-        return self._fastest(self._all_of(gpus, (one for one in spread if one is not None)))
+        return self._fastest(self._as_many(one for one in spread if one is not None))
 
-    def _all_of(self, gpus: int, kinds: Iterable[RolloutConfig]) -> Iterator[RolloutConfig]:
-        """Of engines on all of so many GPUs those whose number is as it is kept."""
+    def _as_many(self, kinds: Iterable[RolloutConfig]) -> Iterator[RolloutConfig]:
+        """Those whose number of engines is as it is kept."""
         wanted = self.kept["rollout"].get("engines")
         return (kind for kind in kinds if wanted is None or kind.engines == wanted)
 

@@ -84,11 +84,16 @@ def test_a_late_timeline_is_not_shown(browser, address):
 STEPS = "metricStore.series('{run}', '{name}').map(point => point[0])"
 
 
-def test_steps_that_came_while_the_first_answer_was_on_its_way_are_there(browser, address, runs):
-    record(runs / "slow", range(1, 3))
+def open_settings(browser, address, runs, run, slow):
+    """Of a run of two steps, whose metrics are not asked for there; answers of `slow` are held."""
+    record(runs / run, range(1, 3))
     there = "document.querySelector('#view tbody')"
-    open_held(browser, at(address, view="settings", runs="slow"), there)
-    browser.evaluate("window.slow = 'api/metrics'")
+    open_held(browser, at(address, view="settings", runs=run), there)
+    browser.evaluate(f"window.slow = '{slow}'")
+
+
+def test_steps_that_came_while_the_first_answer_was_on_its_way_are_there(browser, address, runs):
+    open_settings(browser, address, runs, "slow", "api/metrics")
     browser.evaluate("void go({ view: 'curves' })")
     browser.wait("held.length")
     record(runs / "slow", range(3, 5), True)
@@ -105,10 +110,7 @@ def test_of_two_metrics_asked_for_at_once_the_one_that_comes_late_has_all_steps(
     browser, address, runs
 ):
     """The run has grown between both answers."""
-    record(runs / "growing", range(1, 3))
-    there = "document.querySelector('#view tbody')"
-    open_held(browser, at(address, view="settings", runs="growing"), there)
-    browser.evaluate("window.slow = 'reward%2Fmean'")
+    open_settings(browser, address, runs, "growing", "reward%2Fmean")
     browser.evaluate("window.first = metricStore.need('growing', ['reward/mean']), 0")
     browser.wait("held.length === 1")
     record(runs / "growing", range(3, 5), True)
