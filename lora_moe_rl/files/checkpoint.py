@@ -8,6 +8,7 @@ not name, and nobody would read, is left aside.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 READ = ".safetensors"  # who reads a checkpoint takes all of these
 READERS = 16  # files that are summed up at once
+BAD_BLOCK = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}  # the file is lost, as when a byte is another
 _STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -62,16 +64,26 @@ def disk_errors(directory: Path) -> Iterator[None]:
 def newest_valid(root: Path) -> Found:
     """The newest checkpoint whose every byte is as its manifest says.
 
-    Raises CheckpointError when there are checkpoints, but none is valid.
+    Raises CheckpointError when there are checkpoints, but none is valid, and OSError when they
+    cannot be read: one that lies on a bad block is skipped only where an older one is valid, since
+    a disk that is away may give that error for all of them.
     """
-    skipped = []
+    skipped: list[tuple[Path, str]] = []
+    unread: OSError | None = None
     for path in reversed(all_of(root)):
         try:
             metadata = read_manifest(path)
         except CheckpointError as error:
             skipped.append((path, str(error)))
+        except OSError as error:
+            if error.errno not in BAD_BLOCK:
+                raise
+            unread = unread or error
+            skipped.append((path, f"it cannot be read: {error}"))
         else:
             return Found(path, metadata, skipped)
+    if unread is not None:
+        raise unread
     if skipped:
         reasons = "\n".join(f"  {path}: {reason}" for path, reason in skipped)
         raise CheckpointError(

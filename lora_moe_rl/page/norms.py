@@ -15,10 +15,14 @@ SITE = re.compile(r"layers\.(?P<layer>\d+)\.(?P<module>.+)")
 
 def adapter_norms(run: Run) -> dict[str, Any]:
     """JSON: of each checkpoint that the run has kept its step and ||scale * B A|| (Frobenius) of
-    each module and layer, and of each routed expert; or why it cannot be read."""
+    each module and layer, and of each routed expert; or why it cannot be read. `error`: why they
+    cannot be looked for."""
     folder = run.path / "checkpoints"
     real = folder.resolve()
-    found = [path for path in all_of(folder) if path.resolve().parent == real]  # and no link
+    try:
+        found = [path for path in all_of(folder) if path.resolve().parent == real]  # and no link
+    except OSError as error:
+        return {"checkpoints": [], "error": str(error)}
     return {"checkpoints": [_of_checkpoint(path) for path in found if path.is_dir()]}
 
 

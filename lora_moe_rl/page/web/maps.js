@@ -50,12 +50,13 @@ const adapterView = {
     const run = focusedRun();
     if (!run || this.of === run) return;
     fill(this.root, h("div", { class: "tools" }, runChoice()), h("p", { class: "empty" }, "reading checkpoints …"));
-    const { checkpoints } = await source.adapter(run);
+    const { checkpoints, error } = await source.adapter(run);
     if (!newest()) return;
     this.of = run;
     const good = checkpoints.filter((one) => one.sites), last = good.at(-1);
     const broken = checkpoints.filter((one) => one.error).map((one) => h("p", { class: "bad" }, `checkpoint of step ${one.step}: ${one.error}`));
-    fill(this.root, h("div", { class: "tools" }, runChoice()), broken, last ? normsOf(good, last) : h("p", { class: "empty" }, "This run has kept no checkpoint yet."));
+    if (error) broken.push(h("p", { class: "bad" }, `checkpoints cannot be looked for: ${error}`));
+    fill(this.root, h("div", { class: "tools" }, runChoice()), broken, last ? normsOf(good, last) : !error && h("p", { class: "empty" }, "This run has kept no checkpoint yet."));
   },
 };
 

@@ -1,42 +1,21 @@
 """The write protocol: whatever happens to a checkpoint, no half-written one is ever valid."""
 
-import errno
 import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from checkpoints import write_checkpoint
-from safetensors.numpy import save_file
+from checkpoints import FILES, names, write, write_checkpoint
 
-from lora_moe_rl.errors import CheckpointError, DiskError
+from lora_moe_rl.errors import CheckpointError
 from lora_moe_rl.files import checkpoint, checkpoint_writing
 from lora_moe_rl.files.checkpoint import MANIFEST, newest_valid, read_manifest
 from lora_moe_rl.files.saving import FileSum
 
 SUM = FileSum(100, hashlib.sha256(bytes(100)).hexdigest())
-FILES = ("trainer_00000.safetensors", "data/position.json")
-
-
-def write(root: Path, step: int, keep: int = 2) -> Path:
-    metadata = {"step": step, "data": {"row": step * 16}}
-    with write_checkpoint(root, step, keep, metadata) as directory:
-        save_file({"w": np.full(50, step, np.float32)}, directory / FILES[0])
-        (directory / "data").mkdir()
-        (directory / FILES[1]).write_text(json.dumps({"row": step}))
-        metadata["late"] = [step]
-    return root / f"step-{step:06d}"
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def test_what_is_written_is_found(tmp_path):
@@ -144,27 +123,6 @@ def test_they_are_not_taken_in_while_a_checkpoint_is_written(tmp_path):
         (directory / "data").write_text("")
     (tmp_path / "step-000001/.DS_Store").unlink()
     assert newest_valid(tmp_path).path is not None
-
-
-def test_checkpoints_that_cannot_be_looked_for_are_not_none(tmp_path, monkeypatch):
-    """Else a run would begin anew, and set aside all that it has."""
-
-    def refuses(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    write(tmp_path, 1)
-    monkeypatch.setattr(os, "listdir", refuses)
-    monkeypatch.setattr(os, "scandir", refuses)
-    with pytest.raises(PermissionError):
-        newest_valid(tmp_path)
-
-
-def test_what_the_disk_refuses_is_told_from_who_is_late(tmp_path):
-    with pytest.raises(DiskError), checkpoint.disk_errors(tmp_path):
-        raise OSError(errno.ETIMEDOUT, "Connection timed out")  # of NFS
-    for other in (TimeoutError("an actor"), ConnectionResetError(errno.ECONNRESET, "reset")):
-        with pytest.raises(type(other)), checkpoint.disk_errors(tmp_path):
-            raise other
 
 
 def test_a_link_is_refused(tmp_path):
@@ -327,88 +285,3 @@ def test_an_error_in_the_body_leaves_nothing(tmp_path):
         (directory / "half").write_text("x")
         raise KeyboardInterrupt
     assert names(tmp_path) == [earlier.name]
-
-
-@pytest.mark.parametrize("function", ["fsync", "mkdir", "rename"])
-def test_a_full_disk_leaves_the_earlier_one(tmp_path, monkeypatch, function):
-    earlier = write(tmp_path, 1)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, function, full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.* stay valid"):
-        write(tmp_path, 2)
-    monkeypatch.undo()
-    assert names(tmp_path) == [earlier.name]
-    assert newest_valid(tmp_path).path == earlier
-
-
-def test_a_timeout_is_not_called_a_full_disk(tmp_path):
-    with pytest.raises(TimeoutError), write_checkpoint(tmp_path, 1, 2, {}):
-        raise TimeoutError("an actor did not answer")
-
-
-CHILD = """
-import os, resource, signal, sys
-import numpy as np
-from pathlib import Path
-from lora_moe_rl.files import checkpoint_writing
-from lora_moe_rl.files.saving import save_safetensors
-from lora_moe_rl.errors import CheckpointError
-root = Path(sys.argv[1])
-"""
-
-
-def run_child(root: Path, code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent(code), str(root)],
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    "writing",
-    [
-        'save_safetensors(directory / "w.safetensors", {"w": np.zeros(200_000, np.float32)})',
-        '(directory / "w.bin").write_bytes(bytes(800_000))',
-    ],
-)
-def test_a_disk_that_really_refuses(tmp_path, writing):
-    """Past the file size limit the kernel refuses a write in the middle of a file, as when full."""
-    earlier = write(tmp_path, 1)
-    child = run_child(
-        tmp_path,
-        f"""
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        try:
-            with checkpoint_writing.write_checkpoint(root, 2, {{}}) as directory:
-                {writing}
-        except CheckpointError as error:
-            print(error)
-            sys.exit(7)
-        """,
-    )
-    assert child.returncode == 7, child.stderr
-    assert "File too large" in child.stdout and "stay valid" in child.stdout
-    assert names(tmp_path) == [earlier.name]
-    assert newest_valid(tmp_path).path == earlier
-
-
-@pytest.mark.parametrize("point", ["sync", "digest_of", "_move_into_place"])
-def test_a_writer_that_dies_leaves_no_checkpoint(tmp_path, point):
-    earlier = write(tmp_path, 1)
-    child = run_child(
-        tmp_path,
-        f"""
-        checkpoint_writing.{point} = lambda *args: os._exit(9)
-        with checkpoint_writing.write_checkpoint(root, 2, {{}}) as directory:
-            (directory / "w.bin").write_bytes(bytes(1000))
-        """,
-    )
-    assert child.returncode == 9
-    assert any(name.startswith("tmp-") for name in names(tmp_path))
-    assert newest_valid(tmp_path).path == earlier
-    write(tmp_path, 3)
-    assert names(tmp_path) == ["step-000001", "step-000003"]

@@ -1,5 +1,7 @@
 """What the server answers, and what it refuses."""
 
+from pathlib import Path
+
 import pytest
 from recorded_run import record
 from starlette.testclient import TestClient
@@ -45,6 +47,23 @@ def test_checkpoints_are_those_of_the_run_alone(client, tmp_path):
     (folder / "step-000005").symlink_to(tmp_path / "step-000005")
     (found,) = client.get("/api/adapter?run=one").json()["checkpoints"]
     assert found["step"] == 4 and "manifest.json" in found["error"]
+
+
+def test_checkpoints_that_cannot_be_looked_for_are_no_error_of_the_page(
+    client, tmp_path, monkeypatch
+):
+    folder = tmp_path / "runs/one/checkpoints"
+    (folder / "step-000004").mkdir(parents=True)
+    plain = Path.iterdir
+
+    def refuses(path):
+        if path == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuses)
+    found = client.get("/api/adapter?run=one").json()
+    assert found["checkpoints"] == [] and "Permission denied" in found["error"]
 
 
 @pytest.mark.parametrize(
