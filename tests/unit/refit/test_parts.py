@@ -78,6 +78,19 @@ def test_scales_are_folded_into_B():
         np.testing.assert_array_equal(values[name].numpy(), scale * whole)
 
 
+def test_a_factor_is_on_top_of_the_scale_of_B_alone():
+    spec = make_spec(rank=4, alpha=8)
+    tensors = make_tensors(spec)
+    (layout,) = make_layouts(spec)
+    (sender,) = make_senders([layout], spec, tensors, TrainerConfig())
+    sender.factor = 0.5
+    sender.send(1)
+    values = torch.as_tensor(sender.buffer).view(torch.float32)
+    for entry in layout.entries:
+        whole = (0.5 * 2 if entry.matrix == "B" else 1) * tensors[entry.tensor]
+        np.testing.assert_array_equal(entry.view(values).numpy(), whole)
+
+
 def test_qwen_sites_go_to_the_modules_of_vllm():
     assert modules_of(make_spec()) == [
         "model.layers.0.self_attn.qkv_proj",

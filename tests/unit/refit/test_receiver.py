@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mapped_files import Files
 from refit_workers import DIRT, SLOT_RANK, Worker
 from transport_ranks import make_channel
 
+from lora_moe_rl.refit import receiver
 from lora_moe_rl.refit.plan import EngineLayout
 from lora_moe_rl.refit.transports import cuda_ipc
 
@@ -20,6 +23,14 @@ def worker(request, tmp_path, monkeypatch) -> Worker:
     (tmp_path / "gpu").mkdir()
     monkeypatch.setattr(cuda_ipc.Channel, "port", Files(tmp_path / "gpu"))
     return Worker(make_channel(request.param))
+
+
+@pytest.mark.parametrize(("dp", "rank"), [(0, 0), (0, 1), (2, 1)])
+def test_a_workers_rank_in_its_engine_counts_tp_fastest(dp, rank):
+    worker = receiver.Worker()
+    worker.rank = rank
+    worker.parallel_config = SimpleNamespace(data_parallel_index=dp, world_size=2)
+    assert worker.engine_rank == 2 * dp + rank
 
 
 def test_what_a_slot_held_before_is_gone_and_other_slots_are_as_they_were(worker):
