@@ -32,12 +32,15 @@ def verify_parser(what: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def at_least(least: int, times: int = 1) -> Callable[[str], int]:
-    """A type for add_argument: a whole number of at least so much, and a multiple of `times`."""
+def at_least(least: int, times: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """A type for add_argument: a whole number of at least so much, at most `most`, and a multiple
+    of `times`."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"{value} is more than {most}")
         if value % times:
             raise argparse.ArgumentTypeError(f"{value} is no multiple of {times}")
         return value

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from lora_moe_rl.config import RunConfig, recipes
 from lora_moe_rl.config.files import to_yaml
-from lora_moe_rl.config.options import names, natural, positive
+from lora_moe_rl.config.options import at_least, names, natural, positive
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.launch import kuberay, slurm, ssh
-from lora_moe_rl.launch.job import Job, nodes_needed
+from lora_moe_rl.launch.job import MOST_NOTICE_S, Job, nodes_needed
 from lora_moe_rl.models.directory import is_hub_name
 
 KINDS = {"slurm": slurm, "kuberay": kuberay, "ssh": ssh}
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--notice",
-        type=positive,
+        type=at_least(1, most=MOST_NOTICE_S),
         metavar="S",
         help="slurm: seconds before the end of its time at which the run is told to end after its "
         f"step: more than a step and a checkpoint take ({Job.notice_s})",

@@ -12,6 +12,8 @@ from lora_moe_rl.errors import ConfigError
 
 RAY_PORT = 6379
 
+MOST_NOTICE_S = 65_535  # of sbatch's --signal
+
 
 @dataclass(frozen=True)
 class Job:

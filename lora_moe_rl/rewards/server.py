@@ -40,7 +40,7 @@ class Server:
     ):
         if not str(url).startswith(("http://", "https://")):
             raise ConfigError(f"{keys}url={url} is no address: write http://HOST:PORT/v1")
-        if concurrency < 1 or retries < 0 or min(timeout_s, patience_s) <= 0:
+        if concurrency < 1 or retries < 0 or not (timeout_s > 0 and patience_s > 0):  # nor NaN
             raise ConfigError(
                 f"{keys}concurrency={concurrency} is to be at least 1, {keys}retries={retries} at "
                 f"least 0, and {keys}timeout_s and {keys}patience_s above 0"

@@ -13,6 +13,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError, DiskWait
 from lora_moe_rl.files.run_dir import RunDir
+from lora_moe_rl.files.trouble import waited_for
 
 GIB = 1 << 30
 # A number of the adapter with Adam's two moments, in float32; one of the PEFT directory, where
@@ -71,9 +72,11 @@ def room(config: RunConfig, spec: AdapterSpec) -> Room:
 def check_room(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
     """(what there is, warnings). Raises ConfigError when not one checkpoint has room, DiskWait
     where a run is to go on."""
-    found = room(config, spec)
+    goes_on = RunDir(config, resume=True).has_steps
+    with waited_for(config.run_dir, goes_on):
+        found = room(config, spec)
     if found.first > found.free:
-        kind = DiskWait if RunDir(config, resume=True).has_steps else ConfigError
+        kind = DiskWait if goes_on else ConfigError
         raise kind(
             f"the disk has no room for one checkpoint: {found.text}; free some space, or set "
             "logging.run_dir"

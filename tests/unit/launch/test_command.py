@@ -154,6 +154,12 @@ def test_slurm_tells_the_run_as_long_before_its_end_as_it_is_asked(tmp_path):
         assert "--open-mode=append" in text
 
 
+def test_a_notice_that_sbatch_would_refuse_is_refused_here(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        launch(tmp_path, "slurm", "--notice", "65536")
+    assert "argument --notice: 65536 is more than 65535" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "option"),
     [("kuberay", "--environment"), ("kuberay", "--notice"), ("ssh", "--notice")],

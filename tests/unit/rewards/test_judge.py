@@ -145,6 +145,7 @@ def test_the_key_comes_from_the_environment_and_no_other_key_is_sent(server, mon
         ({"concurrency": 0}, "args.concurrency=0 is to be at least 1"),
         ({"retries": -1}, "args.retries=-1 at least 0"),
         ({"patience_s": 0}, "above 0"),
+        ({"timeout_s": 1, "patience_s": float("nan")}, "above 0"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(args, reason):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import namedtuple
 
@@ -55,6 +56,13 @@ def test_a_disk_with_room_for_the_canonical_numbers_alone_is_too_small(tmp_path,
     (run / "config.yaml").touch()
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(DiskWait, match="no room for one checkpoint"):  # it goes on later
+        check_room(config, spec)
+
+    def away(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(shutil, "disk_usage", away)
+    with pytest.raises(DiskWait, match="Stale file handle"):
         check_room(config, spec)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, found.first))
     text, warnings = check_room(config, spec)
