@@ -13,6 +13,7 @@ from lora_moe_rl.adapters.families import Dims
 from lora_moe_rl.adapters.gradients import Gradients, current_layout
 from lora_moe_rl.adapters.layers import (
     LoRALinear,
+    Served,
     Slice,
     Start,
     Switch,
@@ -111,6 +112,11 @@ class Adapters:
     def slices(self) -> Iterator[Slice]:
         for lora in self.layers:
             yield from lora.slices()
+
+    def served(self) -> Iterator[Served]:
+        """This rank's parts of the canonical tensors, as they are served and exported."""
+        for lora in self.layers:
+            yield from lora.served()
 
     @contextmanager
     def off(self):

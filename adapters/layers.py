@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel as mtp
 
+from lora_moe_rl.adapters.served import Sum, moved_A, moved_B
 from lora_moe_rl.adapters.sharding import RankLayout, kind_of, window
 from lora_moe_rl.adapters.spec import Site
 from lora_moe_rl.kernels.grouped_lora import grouped_lora
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+Served = tuple[str, tuple[int, ...], torch.Tensor | Sum]  # of a canonical tensor: name, start, part
 
 
 class Start(Protocol):
@@ -158,19 +160,24 @@ class LoRALinear(torch.nn.Module):
         )
 
     def _whole_A(self) -> torch.Tensor:
-        """Of all sites, one after the other, each with the part that is not trained."""
+        """Of all sites, one after the other, as `served.py` has it."""
         if not any(self.frozen_ranks):
             return self.A
         trained = self.A.split(self.ranks, dim=-2)
-        frozen = self.A0.split(self.frozen_ranks, dim=-2)
-        return torch.cat([part for pair in zip(trained, frozen) for part in pair], dim=-2)
+        moved = moved_A(self.A, self.A0).value().split(self.ranks, dim=-2)
+        return torch.cat([part for pair in zip(trained, moved) for part in pair], dim=-2)
 
     def _whole_B(self) -> list[torch.Tensor]:
-        """Of each site `[out, rank]`, with the part that is not trained."""
+        """Of each site `[out, rank]`, as `served.py` has it."""
         return [
-            torch.cat([B, getattr(self, f"B0_{i}")], dim=-1) if self.frozen_ranks[i] else B
+            torch.cat([moved_B(B, self._minus_B0(i)).value(), self._minus_B0(i)], dim=-1)
+            if self.frozen_ranks[i]
+            else B
             for i, B in enumerate(self.B)
         ]
+
+    def _minus_B0(self, i: int) -> torch.Tensor:
+        return getattr(self, f"B0_{i}")
 
     def _across_tp(self, xa: torch.Tensor) -> torch.Tensor:
         """A x of all tokens this rank's B needs; r numbers a token travel, not `in` or `out`.
@@ -219,7 +226,8 @@ class LoRALinear(torch.nn.Module):
             B.zero_()
 
     def slices(self) -> Iterator[Slice]:
-        """This rank's parts of the canonical tensors."""
+        """This rank's parts of the canonical tensors, as a checkpoint has them: each that is
+        trained, and then the frozen one of the same rows, if there is one."""
         rows = _spans(self.ranks)
         rows0 = _spans(self.frozen_ranks)
         for i, site in enumerate(self.sites):
@@ -241,8 +249,22 @@ class LoRALinear(torch.nn.Module):
             yield Slice(name, self.B[i], index, box.start, exported)
             if site.frozen_rank:
                 start = (*box.start[:-1], self.ranks[i])
-                B0 = getattr(self, f"B0_{i}")
-                yield Slice(name, B0, index, start, exported, trained=False)
+                minus_B0 = self._minus_B0(i)
+                yield Slice(name, minus_B0, index, start, exported, trained=False)
+
+    def served(self) -> Iterator[Served]:
+        """The same, as they are served."""
+        slices = self.slices()
+        for s in slices:
+            first = s.tensor.detach()[s.index]
+            if not any(self.frozen_ranks):
+                yield s.name, s.start, first
+                continue
+            frozen = next(slices)
+            second = frozen.tensor.detach()[frozen.index]
+            is_A = s.name.endswith(".A")
+            yield s.name, s.start, first if is_A else moved_B(first, second)
+            yield s.name, frozen.start, moved_A(first, second) if is_A else second
 
 
 def _kaiming(site: Site, rank: int, where: tuple[slice, ...], seed: int | str) -> torch.Tensor:

@@ -11,10 +11,11 @@ v, whatever an engine fuses. Everything foreign (Megatron shards, vLLM slots, PE
 map from and to this form.
 
 Two forms differ from the plain one. With `expert_layout=shared_outer` all experts of a layer share
-the tensor on the hidden side (A of gate and up, B of down), which then has no E. With `init=olora`
-the function is `y += scale * (B A - B0 A0) x`, where A0 and B0 are the start and never change: the
-canonical A is [A; A0], B is [B, -B0], so that it is right with respect to the base as it is, and
-its rank, as served and exported, is twice the trained one.
+the tensor on the hidden side (A of gate and up, B of down), which then has no E. Where A and B
+begin at the base (`base_start.py`) the function is `y += scale * (B A - B0 A0) x`, where A0 and B0
+are the start and never change: the canonical A is [A; A0], B is [B, -B0], so that it is right with
+respect to the base as it is, and its rank is twice the trained one. So it stands in a checkpoint;
+what is computed with, served and exported are the differences (`served.py`).
 """
 
 from __future__ import annotations
@@ -182,15 +183,15 @@ def _site(
     shared: Literal["A", "B"] | None = None
     if experts is not None and config.expert_layout == "shared_outer":
         shared = "B" if place.module == "experts.down" else "A"
-    frozen = rank if config.init == "olora" else 0
+    frozen = rank if config.starts_from_base else 0
     site = Site(
         place.layer, place.module, in_features, out_features, rank + frozen, scale, experts,
         shared, frozen, shape.blocks(place.module),
     )  # fmt: skip
     if frozen and rank > min(in_features, out_features):
         raise ConfigError(
-            f"adapter.init=olora takes rank {rank} of {site.name}, which is {out_features} by "
-            f"{in_features}; give it a rank up to {min(in_features, out_features)} "
+            f"adapter.init={config.init} takes rank {rank} of {site.name}, which is {out_features} "
+            f"by {in_features}; give it a rank up to {min(in_features, out_features)} "
             f"(adapter.rank_pattern)"
         )
     return site

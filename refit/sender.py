@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from lora_moe_rl.adapters.served import Sum
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.copies import port_of
 from lora_moe_rl.refit.parts import Entry, PartLayout, SentPart, all_finite, digest
@@ -17,27 +18,27 @@ from lora_moe_rl.refit.plan import Box
 from lora_moe_rl.refit.transports import Outgoing
 
 if TYPE_CHECKING:
-    from lora_moe_rl.adapters.layers import Slice
+    from lora_moe_rl.adapters.layers import Served
     from lora_moe_rl.refit.parts import Memory
 
 # Of each canonical tensor, by name: the boxes that this rank holds, and where.
-Held = Mapping[str, Sequence[tuple[Box, torch.Tensor]]]
+Held = Mapping[str, Sequence[tuple[Box, torch.Tensor | Sum]]]
 
 
-def held_by(slices: Iterable[Slice]) -> Held:
+def held_by(served: Iterable[Served]) -> Held:
     """What a rank's adapters hold; the tensors are views, so that they are always current."""
-    held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    for s in slices:
-        view = s.tensor.detach()[s.index]
-        held.setdefault(s.name, []).append((Box(s.start, tuple(view.shape)), view))
+    held: dict[str, list[tuple[Box, torch.Tensor | Sum]]] = {}
+    for name, start, view in served:
+        held.setdefault(name, []).append((Box(start, tuple(view.shape)), view))
     return held
 
 
 RUN_BYTES = 2**18  # of boxes that are written together: what a core's own cache holds
 DEVICE_RUN_BYTES = 2**26  # on a device, where each look at some has a price of its own
 
-# Where to, from where, times what (None: as it is), and where the product stands until it is cast.
-Piece = tuple[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None]
+# Where to, from where, times what (None: as it is), and where the product or the sum stands until
+# it is cast.
+Piece = tuple[torch.Tensor, torch.Tensor | Sum, float | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,8 @@ def _length(span: slice) -> int:
 def _pack(run: Run, factor: float) -> None:
     for block in run.blocks:
         for view, tensor, scale, scratch in block.pieces:
+            if isinstance(tensor, Sum):
+                tensor = tensor.value(out=scratch)
             if scale is None:
                 view.copy_(tensor)
             else:
@@ -228,12 +231,12 @@ def _pack(run: Run, factor: float) -> None:
 
 def _piece(
     view: torch.Tensor,
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | Sum,
     scale: float | None,
     scratch: dict[tuple, torch.Tensor],
 ) -> Piece:
     """`scratch`: shared by all pieces of one shape."""
-    if scale is None:
+    if scale is None and not isinstance(tensor, Sum):
         return view, tensor, None, None
     key = (tensor.shape, tensor.dtype, tensor.device)
     if key not in scratch:

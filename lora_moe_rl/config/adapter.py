@@ -39,10 +39,12 @@ class AdapterConfig(Section):
         description="Adapters of routed experts: A and B for each, or with A of gate and up and B "
         "of down shared by all experts of a layer.",
     )
-    init: Literal["kaiming", "olora"] = Field(
+    init: Literal["kaiming", "olora", "olora_tail", "pissa", "milora"] = Field(
         "kaiming",
-        description="Start: A random and B zero, or both from the base weight's QR (OLoRA; served "
-        "and exported with twice the rank, the base weights stay as they are).",
+        description="Start: A random and B zero, or both from each base weight: its QR (OLoRA), "
+        "its smallest singular vectors (OLoRA-tail), its largest or smallest singular values and "
+        "vectors (PiSSA, MiLoRA). Those are served and exported with twice the rank, and the base "
+        "weights stay as they are.",
     )
     init_from: str | None = Field(
         None,
@@ -60,14 +62,21 @@ class AdapterConfig(Section):
         "'*' is everything the architecture has that vLLM can serve.",
     )
 
+    @property
+    def starts_from_base(self) -> bool:
+        """Whether A and B begin at a part of each base weight, which is taken off again by as many
+        frozen ranks."""
+        return self.init != "kaiming"
+
     @model_validator(mode="after")
     def _servable(self):
         ranks = {"rank": self.rank, "expert_rank": self.expert_rank or self.rank}
         ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()}
-        largest, times = SLOT_RANKS[-1], 2 if self.init == "olora" else 1
+        largest, times = SLOT_RANKS[-1], 2 if self.starts_from_base else 1
         for key, rank in ranks.items():
             if rank * times > largest:
-                twice = f" with adapter.init=olora, which serves {2 * rank}," if times == 2 else ""
+                served = f" with adapter.init={self.init}, which serves {2 * rank},"
+                twice = served if times == 2 else ""
                 raise ValueError(
                     f"adapter.{key}={rank}{twice} is not a rank vLLM can serve: its largest "
                     f"adapter slot is {largest}; use a rank from 1 to {largest // times}"
@@ -83,14 +92,14 @@ class AdapterConfig(Section):
                 f"adapter.expert_rank={self.expert_rank} and adapter.expert_rank_over_top_k=true "
                 f"both set the rank of experts; set one of them"
             )
-        if self.init_from is not None and self.init == "olora":
+        if self.init_from is not None and self.starts_from_base:
             raise ValueError(
-                f"adapter.init_from={self.init_from} and adapter.init=olora both say where the "
-                f"adapter starts; set one of them"
+                f"adapter.init_from={self.init_from} and adapter.init={self.init} both say where "
+                f"the adapter starts; set one of them"
             )
-        if self.expert_layout == "shared_outer" and self.init == "olora":
+        if self.expert_layout == "shared_outer" and self.starts_from_base:
             raise ValueError(
-                "adapter.init=olora starts each expert from its own weight, which "
+                f"adapter.init={self.init} starts each expert from its own weight, which "
                 "adapter.expert_layout=shared_outer cannot hold; use per_expert or kaiming"
             )
         return self

@@ -317,7 +317,7 @@ MISSING = (
     Missing(("optim", "optimizer"), "it is Adam, in float32, of the adapters alone; trainer.lr, "
             "trainer.weight_decay and trainer.adam_beta1 set it"),
     Missing(("use_dora", "lora_modules_to_save", "modules_to_save"),
-            "vLLM serves plain LoRA alone; adapter.init=olora is another start of it"),
+            "vLLM serves plain LoRA alone; adapter.init gives it other starts"),
     Missing(("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
             "a quantised base is trained as its own files have it; name such a model with "
             "model.path"),

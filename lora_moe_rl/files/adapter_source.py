@@ -13,6 +13,7 @@ from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.peft import BASE_KEY
 from lora_moe_rl.adapters.peft_import import Order
+from lora_moe_rl.adapters.served import served
 from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
@@ -139,6 +140,7 @@ def _from_checkpoint(
         spec = spec.of_critic()
         shapes = spec.tensor_shapes | {VALUE_HEAD: (1, spec.shape.hidden_size)}
     tensors = assemble(shapes, checkpoint_shards(path, whose=whose))
+    tensors = {name: served(spec, name, whole) for name, whole in tensors.items()}
     base_model = {"path": metadata["base"]["path"], "revision": metadata["base"].get("revision")}
     config = RunConfig(model=base_model, adapter=AdapterConfig(**metadata["adapter"]))
     return Source(path, spec, tensors, config, metadata["base"])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lora_moe_rl.adapters.served import served
 from lora_moe_rl.adapters.shards import Shard, assemble
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.files.checkpoint_contents import slice_of
 from lora_moe_rl.files.trainer_state import files
 from lora_moe_rl.files.untrusted import Entry, SafeFile
@@ -17,14 +19,14 @@ MOST_OPEN = 64  # files at once; there is one for each rank
 
 
 class CheckpointTensors(Mapping[str, np.ndarray]):
-    """Canonical tensors of the policy, float32, each read and put together when it is asked for.
-    A context manager, which closes the files.
+    """Canonical tensors of the policy as they are served, float32, each read and put together when
+    it is asked for. A context manager, which closes the files.
 
-    `shapes`: of all of them. Raises AdapterError for a tensor that is not whole or not finite.
+    Raises AdapterError for a tensor that is not whole or not finite.
     """
 
-    def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]]):
-        self.shapes = shapes
+    def __init__(self, directory: Path, spec: AdapterSpec):
+        self.spec, self.shapes = spec, spec.tensor_shapes
         self._places: dict[str, list[tuple[SafeFile, Entry, tuple[int, ...]]]] = {}
         for path in files(directory):
             file = SafeFile.open(path)
@@ -39,7 +41,8 @@ class CheckpointTensors(Mapping[str, np.ndarray]):
             Shard(name, start, self._read(file, entry))
             for file, entry, start in self._places.get(name, ())
         ]
-        return assemble({name: self.shapes[name]}, shards)[name]
+        whole = assemble({name: self.shapes[name]}, shards)[name]
+        return served(self.spec, name, whole)
 
     def _read(self, file: SafeFile, entry: Entry) -> np.ndarray:
         if file.path not in self._open and len(self._open) >= MOST_OPEN:

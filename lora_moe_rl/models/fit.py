@@ -151,15 +151,16 @@ def _widths(shape: ModelShape) -> dict[str, int]:
 
 
 def check_start(spec: AdapterSpec, config: RunConfig) -> None:
-    """Raises ConfigError where adapter.init=olora would look for weights that no checkpoint of the
-    family has one by one."""
+    """Raises ConfigError where a start from the base would look for weights that no checkpoint of
+    the family has one by one."""
     family = spec.shape.family
-    if config.adapter.init != "olora" or not (family.interleaved_experts or family.stacked_files):
+    one_by_one = not (family.interleaved_experts or family.stacked_files)
+    if not config.adapter.starts_from_base or one_by_one:
         return
     if experts := sorted({site.module for site in spec if site.num_experts is not None}):
         raise ConfigError(
-            f"adapter.init=olora starts from each expert's own weight, and checkpoints of "
-            f"{spec.shape.architecture} have all experts of a layer in one: use "
+            f"adapter.init={config.adapter.init} starts from each expert's own weight, and "
+            f"checkpoints of {spec.shape.architecture} have all experts of a layer in one: use "
             f"adapter.init=kaiming, or leave {', '.join(experts)} out of adapter.targets"
         )
 

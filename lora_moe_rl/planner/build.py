@@ -180,8 +180,8 @@ def compare_counts(rank: BuiltRank, planned: RankClass) -> Check:
 
 
 def compare_adapter(rank: BuiltRank, expected: dict[str, list[Box]]) -> Check:
-    """Which elements of each canonical tensor. A part that is not trained (OLoRA) lies beside the
-    trained one; together they are the rank's boxes."""
+    """Which elements of each canonical tensor. A part that is not trained (`adapter.init`) lies
+    beside the trained one; together they are the rank's boxes."""
     parts: dict[str, list[Box]] = defaultdict(list)
     for name, box in rank.adapters:
         parts[name].append(box)

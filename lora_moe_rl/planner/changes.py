@@ -304,7 +304,7 @@ def _served(request: Request) -> list[Words]:
 
 def _shared_outer(request: Request) -> list[Words]:
     adapter = request.config.adapter
-    can = request.facts.shape.num_experts and adapter.init != "olora"
+    can = request.facts.shape.num_experts and not adapter.starts_from_base
     if not can or adapter.expert_layout == "shared_outer":
         return []
     return [("adapter.expert_layout=shared_outer",)]

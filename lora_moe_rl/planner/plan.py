@@ -166,7 +166,7 @@ def _ways(facts: Facts, config: RunConfig) -> dict[Way, AdapterSpec]:
     """The adapter in its own expert layout and, where there is one, in the other."""
     ways: dict[Way, AdapterSpec] = {}
     for way in ("per_expert", "shared_outer"):
-        if way == "shared_outer" and config.adapter.init == "olora":
+        if way == "shared_outer" and config.adapter.starts_from_base:
             continue
         adapter = config.adapter.model_copy(update={"expert_layout": way})
         targets = [*AdapterSpec.build(facts.shape, config.adapter, servable=False)]

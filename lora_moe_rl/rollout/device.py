@@ -132,10 +132,11 @@ def check_quantised(config: RunConfig, form: str | None) -> None:
             "merged weights would have to be quantised anew; use refit.mode=adapter, or numbers: "
             f"{quantised.AS_NUMBERS}"
         )
-    if config.adapter.init == "olora":
+    if config.adapter.starts_from_base:
         raise ConfigError(
-            f"adapter.init=olora starts from the base's own weights in a float dtype, and the base "
-            f"is {form}; use adapter.init=kaiming, or numbers: {quantised.AS_NUMBERS}"
+            f"adapter.init={config.adapter.init} starts from the base's own weights in a float "
+            f"dtype, and the base is {form}; use adapter.init=kaiming, or numbers: "
+            f"{quantised.AS_NUMBERS}"
         )
     if form == "fp8" and os.environ.get(E8M0_VARIABLE, "0") not in ("", "0"):
         raise ConfigError(

@@ -93,9 +93,9 @@ def other_ranks(found: Found, config: RunConfig, spec: AdapterSpec) -> AdapterSp
         )
     if any(site.frozen_rank for site in (*old, *spec)):
         raise RunDirError(
-            f"{found.path}: ranks of adapter.init=olora cannot be changed: its frozen half is the "
-            "base's own of that rank. Export the adapter, resize it, and start a run from it with "
-            "adapter.init_from"
+            f"{found.path}: ranks of an adapter that began at its base (adapter.init) cannot be "
+            "changed: its frozen half is the base's own of that rank. Export the adapter, resize "
+            "it, and start a run from it with adapter.init_from"
         )
     if critic:
         raise RunDirError(

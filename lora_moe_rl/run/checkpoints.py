@@ -192,7 +192,7 @@ class Checkpoints:
         self.run_dir.check_there()
         with (
             disk_errors(self.run_dir.adapter),
-            CheckpointTensors(path, self.spec.tensor_shapes) as tensors,
+            CheckpointTensors(path, self.spec) as tensors,
         ):
             beside = chat_template.beside(self.config.model.chat_template)
             parts, of_base = (self.spec, tensors, self.config), self.base["fingerprint"]

@@ -79,6 +79,6 @@ def export(
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, prefix=".export-") as scratch:
         path = write(Path(scratch), lora, ranks, places, base)
-        with CheckpointTensors(path, places.spec.tensor_shapes) as tensors:
+        with CheckpointTensors(path, places.spec) as tensors:
             spec = places.exported(lora)
             peft.write(directory, spec, Cut(tensors, spec), places.config)

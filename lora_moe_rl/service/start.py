@@ -44,7 +44,7 @@ def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
     check_used(config)
     refused = {
         "refit.mode=merged": config.refit.mode == "merged",
-        "adapter.init=olora": config.adapter.init == "olora",
+        f"adapter.init={config.adapter.init}": config.adapter.starts_from_base,
         f"adapter.init_from={config.adapter.init_from}": config.adapter.init_from is not None,
         f"trainer.offload={config.trainer.offload}": config.trainer.offloads_moments,
         "replay.mode=r2": config.replay.mode == "r2",

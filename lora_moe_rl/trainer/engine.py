@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.attach import Adapters
-from lora_moe_rl.adapters.olora import OLoRAStart
+from lora_moe_rl.adapters.base_start import BaseStart
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.base.held import Held
 from lora_moe_rl.base.shared import Shared
@@ -101,7 +101,9 @@ class TrainingEngine:
             self.shared = Shared.of(base, config.trainer, device.kind)
         self.chunks = self._build(model_dir)
         inner = [getattr(chunk, "module", chunk) for chunk in self.chunks]  # Float16Module
-        start = OLoRAStart(model_dir, spec.shape) if config.adapter.init == "olora" else None
+        start = None
+        if config.adapter.starts_from_base:
+            start = BaseStart(config.adapter.init, model_dir, spec.shape, device.torch_device)
         self.adapters = Adapters(inner, spec, config.seed, start, config.trainer.lora_kernel)
         self.replay = Replay(inner, spec.shape.moe_layers)
         self.audit = Audit(self.replay)

@@ -186,7 +186,7 @@ class TrainerWorker:
         from lora_moe_rl.refit.sender import Sender, held_by
 
         scales = {site.name: site.scale for site in self.spec}
-        held = held_by(self.engine.adapters.slices())
+        held = held_by(self.engine.adapters.served())
         for layout in layouts:
             if layout.source == self.rank:
                 outgoing = channel.outgoing(layout, own_address())

@@ -40,7 +40,7 @@ Tolerances = Mapping[str, float]
 def tolerances(computed: float, adapter: float, hugging_face: float | None = None) -> Tolerances:
     """`computed`: of loss, logprobs, gradients and their norm."""
     same = dict.fromkeys(("loss", "logprobs", "gradients", "grad norm"), computed)
-    # Drawn from the same seeds; the last bits of OLoRA's QR depend on the number of threads.
+    # Drawn from the same seeds; the last bits of a start from the base depend on the threads.
     same |= {"initial": 1e-6, "adapter": adapter, "checkpoint": 0.0}
     return same | {"Hugging Face": computed if hugging_face is None else hugging_face}
 

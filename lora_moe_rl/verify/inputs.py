@@ -25,7 +25,8 @@ def random_adapter(
 
     A has columns of about unit norm, and B is as large as makes `scale * B A x` about `strength`,
     whatever the model's width, the rank and the scale. Where a part of the tensors is not trained
-    (OLoRA), they are `start`, the adapter before training, plus such noise in the trained part.
+    (`adapter.init`), they are `start`, the adapter before training, plus such noise in the trained
+    part.
     """
     rng = np.random.default_rng(seed)
     tensors = {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hf
 import linear_loss
+import numpy as np
 import peft_lora
 import pytest
 import tiny_families
 import torch
 from ranks import random_adapter, run_ranks, spec_of
 
+from lora_moe_rl.adapters.served import served
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 
@@ -55,7 +57,7 @@ def descend(parameters) -> None:
             parameter.grad.zero_()
 
 
-def train_olora(worker, spec):
+def train_from_base(worker, spec):
     """(canonical start, logits before, logits after the steps, base's logits after them)."""
     model, adapters = worker.engine.chunks[0], worker.engine.adapters
     vocab = spec.shape.vocab_size
@@ -72,16 +74,17 @@ def train_olora(worker, spec):
     return start, logits, base
 
 
+@pytest.mark.parametrize("init", ["olora", "pissa"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_olora_trains_the_function_that_pefts_trains(family, tmp_path):
-    """On dense sites: PEFT 0.21.2 has no OLoRA for stacked experts."""
+def test_a_start_from_the_base_trains_the_function_that_pefts_trains(family, init, tmp_path):
+    """On dense sites: PEFT 0.21.2 has neither for stacked experts."""
     model = tiny_families.save(family, tmp_path)
-    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": "olora"}
+    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": init}
     config = RunConfig(model=str(tmp_path), adapter=adapter | {"targets": DENSE[family]})
     spec = spec_of(tmp_path, config)
     vocab = spec.shape.vocab_size
     untouched = linear_loss.hugging_face_logits(model, vocab).detach().numpy()
-    theirs = peft_lora.wrap(model, spec, init_lora_weights="olora")
+    theirs = peft_lora.wrap(model, spec, init_lora_weights=init)
     expected_start = {n: v.clone().numpy() for n, v in peft_lora.views(theirs, spec).items()}
     expected = []
     for _ in range(STEPS):
@@ -89,8 +92,11 @@ def test_olora_trains_the_function_that_pefts_trains(family, tmp_path):
         descend(p for p in theirs.parameters() if p.requires_grad)
     expected.append(linear_loss.hugging_face_logits(theirs, vocab).detach().numpy())
 
-    ((start, logits, base),) = run_ranks(config, tmp_path, train_olora)
+    ((start, logits, base),) = run_ranks(config, tmp_path, train_from_base)
 
+    if init == "pissa":  # whose pairs may have either sign
+        both = (start, expected_start)
+        start, expected_start = ({n: np.abs(v) for n, v in one.items()} for one in both)
     difference, name = linear_loss.worst(start, expected_start)
     assert difference < RELATIVE, name
     assert linear_loss.relative(logits[0], untouched) < RELATIVE, "it does not start as the base"
@@ -103,15 +109,22 @@ def test_olora_trains_the_function_that_pefts_trains(family, tmp_path):
 
 
 def train_and_export(worker, spec):
-    """(whole canonical tensors after the steps, logits)."""
-    _, logits, _ = train_olora(worker, spec)
-    return assemble(spec.tensor_shapes, worker.engine.adapters.export()), logits
+    """(whole canonical tensors after the steps, as they are served; logits)."""
+    _, logits, _ = train_from_base(worker, spec)
+    tensors = assemble(spec.tensor_shapes, worker.engine.adapters.export())
+    return {name: served(spec, name, whole) for name, whole in tensors.items()}, logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_olora_of_all_sites_exports_what_merges_into_the_untouched_base(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "init"),
+    [
+        ("qwen3_moe", "olora"), ("deepseek_v3", "olora"), ("qwen3_moe", "olora_tail"),
+        ("deepseek_v3", "pissa"), ("qwen3_moe", "milora"),
+    ],
+)  # fmt: skip
+def test_all_sites_export_what_merges_into_the_untouched_base(family, init, tmp_path):
     model = tiny_families.save(family, tmp_path)
-    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": "olora"}
+    adapter = {"rank": peft_lora.RANK, "alpha": peft_lora.ALPHA, "init": init}
     config = RunConfig(model=str(tmp_path), adapter=adapter)
     spec = spec_of(tmp_path, config)
     untouched = linear_loss.hugging_face_logits(model, spec.shape.vocab_size).detach().numpy()

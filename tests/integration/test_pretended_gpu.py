@@ -126,7 +126,7 @@ def packed(worker, spec):
     plan = make_plan(spec, worker.config.trainer, EngineLayout(slot_rank(spec)), 4)
     (layout,) = part_layouts(plan, spec, "float32")
     scales = {site.name: site.scale for site in spec}
-    held = held_by(worker.engine.adapters.slices())
+    held = held_by(worker.engine.adapters.served())
     found = []
     for outgoing in (SHARED_MEMORY.outgoing(layout, ""), cuda_ipc.Outgoing(Untold())):
         sender = Sender(layout, held, scales, outgoing)

@@ -65,9 +65,9 @@ def test_context_parallel_layouts_pass(qwen, deepseek, capsys):
     check_passes(capsys, deepseek, "cp2,cp2tp2", "adapter.rank=5")
 
 
-@pytest.mark.parametrize("init", ["adapter.expert_layout=shared_outer", "adapter.init=olora"])
+@pytest.mark.parametrize("init", ["adapter.expert_layout=shared_outer", "adapter.init=olora_tail"])
 def test_other_forms_of_the_adapter_pass(qwen, capsys, init):
-    # OLoRA subtracts its start: what it rounds grows with alpha / rank.
+    # It subtracts its start: what it rounds grows with alpha / rank.
     check_passes(capsys, qwen, "tp2ep2dp2", "adapter.rank=3", "adapter.alpha=3", init)
 
 

@@ -35,6 +35,11 @@ def test_importing_the_config_imports_no_torch():
         ({"rank_pattern": {"q_proj": 0}}, "greater than or equal to 1"),
         ({"alpha_pattern": {"q_proj": 0}}, "greater than 0"),
         ({"expert_rank": 2, "expert_rank_over_top_k": True}, "both set the rank of experts"),
+        (
+            {"rank": 257, "init": "pissa"},
+            "adapter.rank=257 with adapter.init=pissa, which serves 514, is not a rank vLLM can",
+        ),
+        ({"init": "milora", "expert_layout": "shared_outer"}, "adapter.init=milora starts each"),
         ({"init": "olora", "expert_layout": "shared_outer"}, "use per_expert or kaiming"),
         ({"init": "olora", "init_from": "x"}, "adapter.init_from=x and adapter.init=olora both"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ WHOLE = {
     "layers.0.q_proj.A": DRAW.standard_normal((6, 4), np.float32),
     "layers.0.experts.up.B": DRAW.standard_normal((6, 3, 2), np.float32),
 }
-SHAPES = {name: values.shape for name, values in WHOLE.items()}
+SPEC: Any = SimpleNamespace(
+    tensor_shapes={name: values.shape for name, values in WHOLE.items()}, by_name={}
+)
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def open_here(folder) -> int:
 @pytest.mark.parametrize("most", [1, 2, 64])
 def test_tensors_are_put_together_and_few_files_are_open(written, monkeypatch, most):
     monkeypatch.setattr(module, "MOST_OPEN", most)
-    with CheckpointTensors(written, SHAPES) as tensors:
+    with CheckpointTensors(written, SPEC) as tensors:
         assert list(tensors) == list(WHOLE) and len(tensors) == 2
         for _ in range(2):
             for name, values in tensors.items():
@@ -55,7 +59,7 @@ def test_tensors_are_put_together_and_few_files_are_open(written, monkeypatch, m
 def test_a_tensor_of_which_a_part_is_missing_is_refused(written):
     (written / file_name(1)).unlink()
     with (
-        CheckpointTensors(written, SHAPES) as tensors,
+        CheckpointTensors(written, SPEC) as tensors,
         pytest.raises(AdapterError, match="8 elements missing"),
     ):
         tensors["layers.0.q_proj.A"]

@@ -1,21 +1,19 @@
-"""OLoRA's start: an adapter that begins as a part of the base weight (arXiv:2406.01775).
+"""An adapter that begins as a part of the base weight: at A0 and B0 of it (`starts.py`).
 
-Of a weight W `[out, in]` it takes
-
-    Q = qr(W[:, :r]).Q        B0 = Q [out, r]        A0 = Q^T W [r, in]
-
-so that `B0 A0` is W projected on its first r columns. The paper then trains A and B from A0 and B0
-over the base `W - s B0 A0`. Here the base stays as it is, and what would be taken from it is the
-frozen half of an adapter of rank 2r (`Site.frozen_rank`):
+Those who proposed such starts then train A and B over the base `W - s B0 A0`. Here the base stays
+as it is, and what would be taken from it is the frozen half of an adapter of rank 2r
+(`Site.frozen_rank`):
 
     y = W x + s (B A - B0 A0) x  =  W x + s [B, -B0] [A; A0] x
 
-Export, refit and "adapters off" then mean the original base, and need to know nothing of this.
+Export, refit and "adapters off" then mean the original base. How it is computed with: `served.py`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -26,33 +24,27 @@ from safetensors import safe_open
 
 from lora_moe_rl.adapters.families import ModelShape, hf_layer, hf_path
 from lora_moe_rl.adapters.spec import Site
+from lora_moe_rl.adapters.starts import start
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import check_one_model
 
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 30.0
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 
-def olora(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(A0 `[rank, in]`, B0 `[out, rank]`), float32, of a weight `[out, in]`.
-
-    Raises ValueError for a rank above either dimension, which has no such factors.
-    """
-    if not 0 < rank <= min(weight.shape):
-        raise ValueError(f"rank {rank} is not within a weight of shape {tuple(weight.shape)}")
-    weight = weight.to(torch.float32)
-    B0 = torch.linalg.qr(weight[:, :rank]).Q
-    return B0.T @ weight, B0
-
-
-class OLoRAStart:
+class BaseStart:
     """The start of every site of a model, from the Hugging Face weights in its directory.
 
-    One weight is read at a time, when it is asked for.
+    One weight is read at a time, when it is asked for, and its factors are found on `device`.
     """
 
-    def __init__(self, model_dir: Path, shape: ModelShape):
-        self.weights = BaseWeights(model_dir)
-        self.shape = shape
+    def __init__(self, init: str, model_dir: Path, shape: ModelShape, device: torch.device):
+        """`init`: one of `starts.STARTS`."""
+        self.init, self.shape, self.device = init, shape, device
+        self.weights = BaseWeights(model_dir, init)
+        self._done, self._said = 0, time.monotonic()
 
     def tensors(self, site: Site, experts: range | None) -> tuple[np.ndarray, np.ndarray]:
         """(A0, B0) of one site, float32, whole: `[r, in]` and `[out, r]`, where r is the rank that
@@ -60,9 +52,20 @@ class OLoRAStart:
 
         Raises ModelError for a base that has not the weight, or has it quantised.
         """
-        pairs = [olora(weight, site.trained_rank) for weight in self._weights(site, experts)]
-        A0, B0 = (torch.stack(parts).numpy() for parts in zip(*pairs, strict=True))
+        pairs = [
+            start(self.init, weight.to(self.device), site.trained_rank, site.scale)
+            for weight in self._weights(site, experts)
+        ]
+        A0, B0 = (torch.stack(parts).cpu().numpy() for parts in zip(*pairs, strict=True))
+        self._say(len(pairs), site)
         return (A0[0], B0[0]) if experts is None else (A0, B0)
+
+    def _say(self, weights: int, site: Site) -> None:
+        """There may be tens of thousands, which takes minutes."""
+        self._done += weights
+        if time.monotonic() - self._said >= SAY_EVERY_S:
+            self._said = time.monotonic()
+            log.info("adapter.init=%s: %d weights so far, to %s", self.init, self._done, site.name)
 
     def _weights(self, site: Site, experts: range | None) -> Iterator[torch.Tensor]:
         path = f"{hf_layer(self.shape, site.layer)}.{hf_path(self.shape, site.module)}"
@@ -80,8 +83,9 @@ class OLoRAStart:
 class BaseWeights:
     """Single weights of a Hugging Face directory of safetensors files, one or several."""
 
-    def __init__(self, directory: Path):
-        self.directory = Path(directory)
+    def __init__(self, directory: Path, init: str = "olora"):
+        """`init`: the start that they are read for, by its name."""
+        self.directory, self.init = Path(directory), init
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -106,7 +110,9 @@ class BaseWeights:
         if key not in self.files:
             others = sorted(k for k in self.files if k.startswith(f"{name}."))
             found = f"only {', '.join(others)}: a quantised base" if others else "nothing of it"
-            raise ModelError(f"{key} is not in {self.directory}, which has {found}. {_WAY_OUT}")
+            raise ModelError(
+                f"{key} is not in {self.directory}, which has {found}. {self._way_out}"
+            )
         path = self.files[key]
         if not path.is_file():
             raise ModelError(f"{path} is missing; the index says it holds {key}")
@@ -116,12 +122,13 @@ class BaseWeights:
             if (dtype := handle.get_slice(key).get_dtype()) not in _FLOATS:
                 raise ModelError(
                     f"{key} in {path} is {dtype}: of a quantised base only the bytes are stored, "
-                    f"and its scales elsewhere. {_WAY_OUT}"
+                    f"and its scales elsewhere. {self._way_out}"
                 )
             return handle.get_tensor(key).to(torch.float32)
 
-
-_WAY_OUT = (
-    "adapter.init=olora starts from the base's own weights in a float dtype "
-    f"({', '.join(_FLOATS)}); use such a checkpoint, or adapter.init=kaiming"
-)
+    @property
+    def _way_out(self) -> str:
+        return (
+            f"adapter.init={self.init} starts from the base's own weights in a float dtype "
+            f"({', '.join(_FLOATS)}); use such a checkpoint, or adapter.init=kaiming"
+        )

@@ -1,4 +1,5 @@
-"""OLoRA's start against PEFT's own, and the function that it trains."""
+"""An adapter that begins at its base: the function that it trains against PEFT's, and where the
+base's weights are read."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lora_moe_rl.adapters.base_start import BaseStart, BaseWeights
 from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.olora import BaseWeights, OLoRAStart, olora
 from lora_moe_rl.adapters.spec import AdapterSpec
+from lora_moe_rl.adapters.starts import start
 from lora_moe_rl.config import AdapterConfig
 from lora_moe_rl.errors import FileError, ModelError
 
 RANK, ALPHA = 3, 8
+CPU = torch.device("cpu")
 
 
 def peft_layer(weight: torch.Tensor, rank: int = RANK):
@@ -29,24 +32,12 @@ def peft_layer(weight: torch.Tensor, rank: int = RANK):
     return peft.get_peft_model(model, config).base_model.model[0]
 
 
-@pytest.mark.parametrize("shape", [(12, 7), (7, 12), (3, 9), (9, 3)])
-def test_the_start_is_pefts(shape):
-    torch.manual_seed(0)
-    weight = torch.randn(shape)
-    A0, B0 = olora(weight, RANK)
-    theirs = peft_layer(weight)
-    torch.testing.assert_close(A0, theirs.lora_A["default"].weight.data, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(B0, theirs.lora_B["default"].weight.data, rtol=1e-5, atol=1e-6)
-    # And that start moves the base: the frozen half is not nothing.
-    assert (ALPHA / RANK * B0 @ A0).abs().max() > 0.1
-
-
 def test_trained_like_peft_over_the_untouched_base():
     """The same Adam steps on A and B: PEFT over its moved base, ours over the base itself."""
     torch.manual_seed(0)
     weight, x, target = torch.randn(9, 7), torch.randn(20, 7), torch.randn(20, 9)
     theirs = peft_layer(weight)
-    A0, B0 = olora(weight, RANK)
+    A0, B0 = start("olora", weight, RANK, ALPHA / RANK)
     A, B = A0.clone().requires_grad_(), B0.clone().requires_grad_()
 
     def ours(x):
@@ -63,11 +54,6 @@ def test_trained_like_peft_over_the_untouched_base():
             optimizer.step()
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
     assert (ours(x) - x @ weight.T).abs().max() > 0.05, "nothing was trained"
-
-
-def test_a_rank_above_the_weight_is_refused():
-    with pytest.raises(ValueError, match=r"rank 8 is not within a weight of shape \(12, 7\)"):
-        olora(torch.randn(12, 7), 8)
 
 
 # The reader ---------------------------------------------------------------------------------
@@ -105,7 +91,9 @@ def model_dir(tmp_path):
 
 
 def start_of(model_dir, name: str, experts: range | None = None):
-    return OLoRAStart(model_dir, SHAPE).tensors(SPEC.by_name[f"layers.1.{name}"], experts)
+    return BaseStart("olora", model_dir, SHAPE, CPU).tensors(
+        SPEC.by_name[f"layers.1.{name}"], experts
+    )
 
 
 @pytest.mark.parametrize("name", ["kv_a_proj", "shared_expert.down"])
@@ -114,7 +102,7 @@ def test_a_dense_site_is_read_by_its_hugging_face_name(model_dir, name):
     keys = {"kv_a_proj": "self_attn.kv_a_proj_with_mqa",
             "shared_expert.down": "mlp.shared_experts.down_proj"}  # fmt: skip
     weight = load_file(model_dir / "a.safetensors")[f"model.layers.1.{keys[name]}.weight"].float()
-    expected_A, expected_B = olora(weight, RANK)
+    expected_A, expected_B = start("olora", weight, RANK, ALPHA / RANK)
     np.testing.assert_array_equal(A0, expected_A)
     np.testing.assert_array_equal(B0, expected_B)
     assert A0.dtype == np.float32
@@ -125,7 +113,8 @@ def test_experts_are_read_by_their_global_number(model_dir):
     assert A0.shape == (2, RANK, 8) and B0.shape == (2, 6, RANK)
     weights = load_file(model_dir / "b.safetensors")
     for local, expert in enumerate((1, 2)):
-        A, B = olora(weights[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"], RANK)
+        weight = weights[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+        A, B = start("olora", weight, RANK, ALPHA / RANK)
         np.testing.assert_array_equal(A0[local], A)
         np.testing.assert_array_equal(B0[local], B)
 
