@@ -33,8 +33,7 @@ class BenchEngine(FilesEngine):
         self, sequences: list[list[int]], version: int | None
     ) -> list[np.ndarray]:
         """Logprobs under a version of ours, or of the base, one sequence after the other."""
-        request = None if version is None else self._lora_request(version)
-        return (await self._score_each(sequences, request, version))[0]
+        return (await self._score_each(sequences, version))[0]
 
     async def copies(self, rounds: int, *sent: SentPart) -> dict[str, list[float]]:
         """Seconds of the receiver's write alone, and of a plain copy of the same bytes."""

@@ -186,7 +186,7 @@ class RefitConfig(Section):
         None, gt=0,
         description="Largest |logprob difference| between trainer and engine on the probe, of a "
         "logprob below -1 times its size; null: 1e-4 in float32, 0.15 in bfloat16 and "
-        "with trainer.fp8_forward=engine.",
+        "with trainer.fp8_forward=engine, where a token beyond has what engines hold compared.",
     )  # fmt: skip
     compare_every: int = Field(
         50, ge=0,
@@ -267,8 +267,9 @@ class ReplayConfig(Section):
 class MismatchConfig(Section):
     stop_above: float | None = Field(
         None, gt=0,
-        description="Stop when a step's mismatch/kl is above this; null: 1e-4 when the trainer is "
-        "in float32, 0.1 in bfloat16. With schedule.lag, that of tokens of the current version.",
+        description="Stop when a step's mismatch/kl is above this; null: 0.1 when the trainer is "
+        "in bfloat16 or has fp8_forward=engine; in float32 1e-7 with every route replayed, else "
+        "1e-4. With schedule.lag, that of tokens of the current version.",
     )  # fmt: skip
     stop_above_old: float = Field(
         0.5, gt=0,

@@ -100,9 +100,7 @@ class AskedEngine(VllmEngine):
         """Logprobs of a prompt's tokens, and the `top` likeliest at each place. Raises as `say`
         does."""
         self._check_stays(version)
-        request = None if version is None else self._lora_request(version)
-        params = outputs.scoring_params(top)
-        answer = await self._request(token_ids, params, request, version)
+        answer = await self._request(token_ids, outputs.scoring_params(top), version)
         return outputs.prompt_scores(answer, top)
 
     def _check_stays(self, version: int | None) -> None:
@@ -123,7 +121,6 @@ class AskedEngine(VllmEngine):
         served = BASE_VERSION if version is None else version
         question = Question(token_ids, 1, seed, turn.max_tokens, served, turn.recorded, manner, top)
         params = outputs.params_of(self.sampling, question)
-        request = None if version is None else self._lora_request(version)
-        answer = await self._request(token_ids, params, request, version, **more)
+        answer = await self._request(token_ids, params, version, **more)
         piece = Piece(token_ids, answer.outputs[0], served, turn.recorded)
         return piece, answer.num_cached_tokens

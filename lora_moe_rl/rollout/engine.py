@@ -154,10 +154,9 @@ class RolloutEngine(AskedEngine):
 
     async def _ask(self, question: Question) -> Any:
         """One request for samples, which `move_on` may end early unless it stays."""
-        request = self._lora_request(question.version)
         params = outputs.params_of(self.sampling, question)
         return await self._request(
-            question.token_ids, params, request, question.version, may_end=not question.stays
+            question.token_ids, params, question.version, may_end=not question.stays
         )
 
     def _packed(
@@ -190,7 +189,7 @@ class RolloutEngine(AskedEngine):
         length), and how many tokens it has. Samples of the policy have seeds of their own, and do
         not depend on it."""
         params = outputs.writing_params(max_tokens, temperature, seed, self.stop_ids)
-        answer = await self._request(token_ids, params, None, None)
+        answer = await self._request(token_ids, params, None)
         (written,) = answer.outputs
         text = self.tokenizer.decode(written.token_ids, skip_special_tokens=True)
         return text, written.finish_reason, len(written.token_ids)
@@ -203,11 +202,10 @@ class RolloutEngine(AskedEngine):
 
         `version` None is the base without adapters.
         """
-        request = None if version is None else self._lora_request(version)
         params, ranks = outputs.scoring_params(), self.config.rollout.dp
         answers = await asyncio.gather(
             *(
-                self._request(ids, params, request, version, rank=None if ranks == 1 else i % ranks)
+                self._request(ids, params, version, rank=None if ranks == 1 else i % ranks)
                 for i, ids in enumerate(sequences)
             )
         )

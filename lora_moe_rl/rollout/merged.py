@@ -107,13 +107,11 @@ class MergedRolloutEngine(RolloutEngine):
     def _lora_request(self, version: int) -> None:
         """vLLM knows nothing of versions here; `_request` checks them."""
 
-    async def _request(
-        self, token_ids: Sequence[int], params, lora_request, version, *ends, **where
-    ):
+    async def _request(self, token_ids: Sequence[int], params, version, *ends, **where):
         while self.publishing.locked():
             await asyncio.sleep(POLL_S)
         self._check_serving(version)  # no await from here until the request counts as running
-        return await super()._request(token_ids, params, lora_request, version, *ends, **where)
+        return await super()._request(token_ids, params, version, *ends, **where)
 
     def _check_serving(self, version: int | None) -> None:
         if self.broken:

@@ -70,15 +70,17 @@ class VllmEngine:
         self,
         token_ids: Sequence[int],
         params,
-        lora_request,
         version: int | None,
         may_end: bool = False,
         cache_salt: str | None = None,
         rank: int | None = None,
+        adapter: Any = None,
     ):
-        """The final output of one vLLM request. `may_end`: early, when requests move on.
+        """The final output of one vLLM request, under the version that it counts for. `may_end`:
+        early, when requests move on. `adapter`: one of vLLM's own in the version's place.
         `cache_salt`: only requests with an equal one share what the prefix cache holds.
         `rank`: the data-parallel rank that it goes to; None: one that has least to do."""
+        lora = adapter if version is None else self._lora_request(version)
         key = -1 if version is None else version
         name = f"{self.index}-{next(self.request_ids)}"
         where = {} if rank is None else {"data_parallel_rank": rank}
@@ -94,7 +96,7 @@ class VllmEngine:
                     prompt,
                     params,
                     name,
-                    lora_request=lora_request,
+                    lora_request=lora,
                     **where,
                 ):
                     final = output

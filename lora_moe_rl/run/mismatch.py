@@ -19,7 +19,18 @@ from lora_moe_rl.telemetry import console, names
 # Of mismatch/kl (mismatch.stop_above=null), by the trainer's dtype: far above rounding, so that
 # what is beyond is a fault. Seen were up to 2e-12 in float32 (docs/figures.md), and in bfloat16
 # 3e-5 with replayed routes, 4e-4 without (docs/replay_figures.md).
-STOP_ABOVE: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 0.1}
+STOP_ABOVE: dict[Dtype, float] = {"float32": 1e-7, "bfloat16": 0.1}
+ROUTED_APART = 1e-4  # in float32, where the trainer does not replay what engines chose
+
+
+def stop_above(config: RunConfig, dtype: Dtype) -> float:
+    """mismatch.stop_above, or what stands for it."""
+    if config.mismatch.stop_above is not None:
+        return config.mismatch.stop_above
+    if config.trainer.fp8_forward == "engine":  # both round activations to eight bits
+        dtype = "bfloat16"
+    replayed = config.replay.mode == "r3" and config.replay.missing != "route"
+    return STOP_ABOVE[dtype] if replayed else max(ROUTED_APART, STOP_ABOVE[dtype])
 
 
 class MismatchBounds:
@@ -27,7 +38,7 @@ class MismatchBounds:
 
     def __init__(self, config: RunConfig, run_dir: RunDir, dtype: Dtype):
         self.config, self.run_dir = config, run_dir
-        self.stop_above = config.mismatch.stop_above or STOP_ABOVE[dtype]
+        self.stop_above = stop_above(config, dtype)
         self._told_unjudged = False
 
     def check_ages(self, step: int, groups: Sequence[Group], version: int) -> None:

@@ -29,9 +29,9 @@ from lora_moe_rl.refit.proof import (
     Proof,
     check_pieces,
     check_served,
-    default_tolerance,
     pieces,
     probe_sequences,
+    tolerance_of,
 )
 from lora_moe_rl.rollout.facts import Dtype, slot_rank
 from lora_moe_rl.telemetry.clock import Clock
@@ -82,7 +82,7 @@ class Publisher:
         self.config, self.trainer, self.engines = config, trainer, engines
         self.channel, self.source = channel, source
         eight_bits = config.trainer.fp8_forward == "engine"
-        self.tolerance = config.refit.proof_tolerance or default_tolerance(dtype, eight_bits)
+        self.tolerance = tolerance_of(dtype, eight_bits, config.refit.proof_tolerance)
         self.first_version, self.version = first_version, -1
         self.parts: Sequence[Ref] = ()  # of the version that is served, or about to be
         self.probe: list[list[int]] = []
@@ -263,8 +263,11 @@ class Publisher:
                 others = {number: found[mine] for number, found in older.items()}
                 scored = [scores[mine] for scores in (ours, theirs, *base)]
                 of_ranks.append(check_served(*scored, self.tolerance, version, others))
-            more = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
-            proofs += [replace(one, max_diff=max(one.max_diff, more)) for one in of_ranks]
+            most, near = check_pieces(ours[size:], theirs[size:], self.tolerance, version)
+            proofs += [
+                replace(one, max_diff=max(one.max_diff, most), told=one.told and near)
+                for one in of_ranks
+            ]
             known.served[version] = theirs[:size]
             for number in sorted(known.served)[: -config.refit.slots]:
                 del known.served[number]

@@ -130,7 +130,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("refit/proof_seconds", "s", "down", "of that the proof, with the comparison of slots where there was one", "", ""),
     ("refit/bytes", "bytes", "", "what the engines received, all together", "", ""),
     ("refit/max_diff", "nats", "down", "largest difference of engine and trainer on what was probed", "", ""),
-    ("refit/told", "0 or 1", "", "1: the probe could tell the version from the base and from those before it", "", ""),
+    ("refit/told", "0 or 1", "", "1: the probe could tell the version from the base and from those before it, and no token was beyond the tolerance", "", ""),
     ("refit/compared", "0 or 1", "", "1: what engines hold was compared with what was sent", "", ""),
     ("refit/lost", "share", "down", "with refit.mode=merged: share of the change that rounding took away", "", ""),
     ("refit/error_over_change", "", "down", "with refit.mode=merged: size of the rounding error over that of the change", "", ""),

@@ -34,11 +34,11 @@ class FilesEngine(RolloutEngine):
     async def score_files(self, sequences: Sequence[Sequence[int]], directory: str):
         """Logprobs and routes under the adapter that vLLM itself took, one sequence after the
         other."""
-        return await self._score_each(sequences, self._from_files(directory), None)
+        return await self._score_each(sequences, None, self._from_files(directory))
 
-    async def _score_each(self, sequences, request: Any, version: int | None):
+    async def _score_each(self, sequences, version: int | None, adapter: Any = None):
         params = outputs.scoring_params()
-        answers = [await self._request(ids, params, request, version) for ids in sequences]
+        answers = [await self._request(ids, params, version, adapter=adapter) for ids in sequences]
         return outputs.scores_and_routes(answers, self.spec.shape)
 
     async def unlike_files(

@@ -105,9 +105,8 @@ class SpreadEngine(RolloutEngine):
     ) -> list[Any]:
         params = outputs.sampling_params(self.config, set())
         params.ignore_eos = True
-        lora = None if version is None else self._lora_request(version)
         asked = (
-            self._request(prompt, params, lora, version, rank=rank)
+            self._request(prompt, params, version, rank=rank)
             for prompt, rank in zip(prompts, ranks, strict=True)
         )
         return await asyncio.gather(*asked)

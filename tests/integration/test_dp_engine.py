@@ -36,10 +36,8 @@ class EngineOfRanks(EngineWithDisk):
     """Can be asked on one of its ranks alone, and tells of its processes."""
 
     async def score_at(self, rank: int, sequences: list[list[int]], version: int | None):
-        request = None if version is None else self._lora_request(version)
         asked = [
-            self._request(ids, outputs.scoring_params(), request, version, rank=rank)
-            for ids in sequences
+            self._request(ids, outputs.scoring_params(), version, rank=rank) for ids in sequences
         ]
         return outputs.scores_and_routes(await asyncio.gather(*asked), self.spec.shape)
 

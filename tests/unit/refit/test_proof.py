@@ -6,11 +6,12 @@ import pytest
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.proof import (
     PROBE_TOKENS,
+    Tolerance,
     check_pieces,
     check_served,
-    default_tolerance,
     pieces,
     probe_sequences,
+    tolerance_of,
 )
 
 BASE = [np.array([-1.0, -2.0, -3.0]), np.array([-0.5, -4.0])]
@@ -21,7 +22,11 @@ def shifted(amount: float) -> list[np.ndarray]:
     return [base + amount * np.where(np.arange(len(base)) % 2, 1, -1) for base in BASE]
 
 
-def check(engine, trainer, engine_base=BASE, trainer_base=BASE, tolerance=1e-4, older=None):
+EXACT = tolerance_of("float32")
+ROUNDED = tolerance_of("bfloat16")
+
+
+def check(engine, trainer, engine_base=BASE, trainer_base=BASE, tolerance=EXACT, older=None):
     return check_served(engine, trainer, engine_base, trainer_base, tolerance, 7, older)
 
 
@@ -85,7 +90,7 @@ def test_one_tokens_noise_does_not_decide_between_two_versions():
     older[0][3] = 0.05
     engine = [older[0] * 0.6]
     base = [np.full(500, 1.0)]
-    assert not check(engine, trainer, base, base, tolerance=0.1, older={6: older}).told
+    assert not check(engine, trainer, base, base, tolerance=ROUNDED, older={6: older}).told
 
 
 def test_small_noise_on_all_tokens_hides_no_version():
@@ -97,10 +102,10 @@ def test_small_noise_on_all_tokens_hides_no_version():
     for served, told in ((trainer, True), (older[6], False)):
         engine = [served[0] + noise[0]]
         if told:
-            assert check(engine, trainer, [noise[1]], base, 0.15, older).told
+            assert check(engine, trainer, [noise[1]], base, ROUNDED, older).told
         else:
             with pytest.raises(RefitError, match="serves version 6"):
-                check(engine, trainer, [noise[1]], base, 0.15, older)
+                check(engine, trainer, [noise[1]], base, ROUNDED, older)
 
 
 def test_pieces_are_other_ones_for_each_seed_and_reach_every_token():
@@ -123,18 +128,18 @@ def test_pieces_of_what_cannot_be_scored_are_none():
 
 
 def test_pieces_that_engine_and_trainer_score_otherwise_are_an_error():
-    assert check_pieces([], [], 1e-4, 7) == 0
-    assert check_pieces(BASE, BASE, 1e-4, 7) == 0
+    assert check_pieces([], [], EXACT, 7) == (0, True)
+    assert check_pieces(BASE, BASE, EXACT, 7) == (0, True)
     with pytest.raises(RefitError, match=r"version 7: .* differ by 2.00e-04 .* step's samples"):
-        check_pieces(shifted(2e-4), BASE, 1e-4, 7)
+        check_pieces(shifted(2e-4), BASE, EXACT, 7)
 
 
 def test_the_logprob_of_an_unlikely_token_may_be_as_far_off_as_it_is_large():
     far = [np.array([-0.5, -24.2])]
-    assert check_pieces([far[0] + [0.0, 2e-3]], far, 1e-4, 7) == pytest.approx(2e-3)
+    assert check_pieces([far[0] + [0.0, 2e-3]], far, EXACT, 7) == (pytest.approx(2e-3), True)
     for off in ([0.0, 3e-3], [1.1e-4, 0.0]):
         with pytest.raises(RefitError, match="more than 1.00e-04 times its size"):
-            check_pieces([far[0] + off], far, 1e-4, 7)
+            check_pieces([far[0] + off], far, EXACT, 7)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -151,6 +156,37 @@ def test_probes_of_different_length_are_an_error():
 
 
 def test_default_tolerances():
-    assert default_tolerance("float32") == 1e-4
-    assert default_tolerance("bfloat16") == 0.15
-    assert default_tolerance("float32", eight_bits=True) == 0.15
+    assert Tolerance(1e-4) == EXACT and Tolerance(0.15, rounds=True) == ROUNDED
+    assert tolerance_of("float32", eight_bits=True) == ROUNDED
+    assert tolerance_of("bfloat16", token=0.3) == Tolerance(0.3, rounds=True)
+    assert tolerance_of("float32", token=0.3) == Tolerance(0.3)
+
+
+def test_a_token_that_rounding_puts_beyond_the_tolerance_leaves_a_version_untold():
+    trainer = [np.linspace(-3.0, -0.1, 20)]
+    engine = [trainer[0] + 0.01]
+    engine[0][-1] += 0.6
+    base = [np.full(20, -9.0)]
+    assert check([trainer[0] + 0.01], trainer, base, base, ROUNDED).told
+    proof = check(engine, trainer, base, base, ROUNDED)
+    assert not proof.told and proof.max_diff == pytest.approx(0.61)
+    assert check_pieces(engine, trainer, ROUNDED, 7) == (pytest.approx(0.61), False)
+    with pytest.raises(RefitError, match="differ by 6.10e-01 in logprob on the probe"):
+        check(engine, trainer, base, base, EXACT)
+
+
+@pytest.mark.parametrize("beyond", [3, 5, 20])
+def test_more_tokens_than_rounding_puts_beyond_are_an_error(beyond):
+    trainer = [np.full(20, -0.5)]
+    engine = [trainer[0] + 0.3 * (np.arange(20) < beyond)]
+    with pytest.raises(
+        RefitError, match="times its size in root mean square, and 3.00e-01 at most"
+    ):
+        check_pieces(engine, trainer, ROUNDED, 7)
+
+
+def test_all_tokens_a_little_off_are_an_error_too():
+    trainer = [np.full(200, -0.5)]
+    assert check_pieces([trainer[0] + 0.049], trainer, ROUNDED, 7)[1]
+    with pytest.raises(RefitError, match="in root mean square"):
+        check_pieces([trainer[0] + 0.051], trainer, ROUNDED, 7)

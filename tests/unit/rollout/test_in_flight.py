@@ -256,7 +256,7 @@ async def test_all_that_an_older_version_samples_is_ended_and_nothing_else(monke
     monkeypatch.setattr(engine, "_lora_request", lambda version: engine.receipts[version])
     old = [asyncio.create_task(engine._ask(question(1))) for _ in range(2)]
     new = asyncio.create_task(engine._ask(question(2)))
-    score = asyncio.create_task(engine._request([1], None, None, 1))
+    score = asyncio.create_task(engine._request([1], None, 1))
     held = asyncio.create_task(engine._ask(replace(question(1), manner=Manner(0.5))))
     await asyncio.sleep(0)  # all have been asked for, and vLLM has taken none
     await engine.move_on(2)

@@ -64,7 +64,7 @@ def publish(engine: MergedRolloutEngine, version: int):
 
 
 def ask(engine: MergedRolloutEngine, version: int | None):
-    return asyncio.ensure_future(engine._request([1, 2], SimpleNamespace(n=1), None, version))
+    return asyncio.ensure_future(engine._request([1, 2], SimpleNamespace(n=1), version))
 
 
 async def until(condition) -> None:

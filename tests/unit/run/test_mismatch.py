@@ -15,7 +15,7 @@ from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import MismatchError
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import RunDir
-from lora_moe_rl.run.mismatch import MismatchBounds
+from lora_moe_rl.run.mismatch import MismatchBounds, stop_above
 
 SAMPLES = 6
 WORST = (
@@ -69,7 +69,25 @@ def check(tmp_path):
     return check
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("settings", "dtype", "bound"),
+    [
+        ({}, "float32", 1e-7), ({}, "bfloat16", 0.1),
+        ({"replay": {"mode": "off"}}, "float32", 1e-4),
+        ({"replay": {"mode": "r2"}}, "float32", 1e-4),
+        ({"replay": {"missing": "route"}}, "float32", 1e-4),
+        ({"replay": {"mode": "off"}}, "bfloat16", 0.1),
+        ({"trainer": {"fp8_forward": "engine"}}, "float32", 0.1),
+        ({"mismatch": {"stop_above": 0.3}}, "float32", 0.3),
+    ],
+)  # fmt: skip
+def test_what_is_beyond_rounding_where_routes_are_replayed_is_beyond_the_bound(
+    settings, dtype, bound
+):
+    assert stop_above(RunConfig(**settings), dtype) == bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-7), ("bfloat16", 0.1)])
 def test_a_mismatch_above_the_bound_stops_the_run(check, dtype, bound):
     assert check(0.9 * bound, dtype) == []
     with pytest.raises(MismatchError) as caught:
@@ -112,8 +130,8 @@ NONE = math.nan  # of an age of which there is no token
 @pytest.mark.parametrize(
     ("ages", "wrong"),
     [
-        ((2e-4, 0.4, 0.4), "mismatch/kl_age_0 is 2.00e-04, more than 1.00e-04"),
-        ((1e-5, 0.6, NONE), "mismatch/kl_age_1 is 6.00e-01, more than 5.00e-01"),
+        ((2e-7, 0.4, 0.4), "mismatch/kl_age_0 is 2.00e-07, more than 1.00e-07"),
+        ((1e-8, 0.6, NONE), "mismatch/kl_age_1 is 6.00e-01, more than 5.00e-01"),
         ((NONE, NONE, 0.6), "mismatch/kl_age_2 is 6.00e-01, more than 5.00e-01"),
         ((NONE, math.inf, 0.1), "mismatch/kl_age_1 is inf, more than 5.00e-01"),
     ],
@@ -125,7 +143,7 @@ def test_with_lag_tokens_of_every_age_have_a_bound(check, ages, wrong):
 
 
 def test_with_lag_a_mismatch_within_both_bounds_passes(check):
-    assert check(0.3, lag=2, ages=(1e-5, 0.4, 0.4)) == []
+    assert check(0.3, lag=2, ages=(1e-8, 0.4, 0.4)) == []
     assert check(0.3, lag=1, ages=(NONE, 0.8), stop_above_old=0.9) == []
 
 
@@ -136,7 +154,7 @@ def test_with_lag_a_logprob_of_nan_is_not_taken_for_no_token(check):
 
 def test_that_the_strict_bound_judges_no_token_is_said_once(check, caplog):
     caplog.set_level("INFO")
-    check(0.1, lag=1, ages=(1e-5, 0.1))
+    check(0.1, lag=1, ages=(1e-8, 0.1))
     assert caplog.messages == []
     check(0.1, lag=1, ages=(NONE, 0.1))
     (said,) = caplog.messages

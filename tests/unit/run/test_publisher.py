@@ -286,6 +286,29 @@ def test_an_engine_that_is_wrong_on_the_steps_samples_alone_stops_the_run(monkey
     assert run.engines.rolled_back
 
 
+def test_a_token_that_rounding_puts_beyond_the_tolerance_has_slots_compared(monkeypatch):
+    run = Run(FaultyEngines(noise=1e-4), "bfloat16", compare_every=0)
+    score = run.engines.score
+
+    async def rounded(sequences, version, engines=None):
+        found = await score(sequences, version, engines)
+        if version:
+            found[0].logprobs[-1][3] += 0.9
+        return found
+
+    monkeypatch.setattr(run.engines, "score", rounded)
+    run.engines.compared.clear()
+    found = run.publish(1)
+    assert (found["refit/told"], found["refit/compared"]) == (0, 1)
+    assert found["refit/max_diff"] == pytest.approx(0.9, abs=1e-3)
+    assert run.engines.compared == [(1, None)] and run.publisher.version == 1
+    run.engines.holds_other = ["layers.0.experts.up.B"]
+    with pytest.raises(
+        RefitError, match="version 2 is not served: .* sent in layers.0.experts.up.B$"
+    ):
+        run.publish(2)
+
+
 @pytest.mark.parametrize(
     ("refit", "left"), [({}, True), ({"slots": 1}, False), ({"mode": "merged"}, False)]
 )

@@ -194,12 +194,9 @@ class Bench:
         engine = self.engine
         params = engine.sampling.clone()
         params.max_tokens, params.ignore_eos = RESPONSE[self.device], True
-        request = None if version is None else engine._lora_request(version)
         prompts = [self.sequences[i % SEQUENCES] for i in range(STREAMS[self.device])]
         started = time.perf_counter()
-        answers = await asyncio.gather(
-            *(engine._request(ids, params, request, version) for ids in prompts)
-        )
+        answers = await asyncio.gather(*(engine._request(ids, params, version) for ids in prompts))
         made = sum(len(one.token_ids) for answer in answers for one in answer.outputs)
         return made / (time.perf_counter() - started)
 
