@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import worker as ray_worker
 from ray._private.node import Node
 
 from lora_moe_rl.cluster.security import hide_sockets, make_token, only_loopback, require_token
@@ -97,6 +98,8 @@ def init_ray(**options: Any) -> None:
     its own agents after 15 seconds. Raises ClusterError when it does not start."""
     # By default Ray's workers stand back behind all else on the machine, its own agents included.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    require_attributes(ray_worker, ("print_to_stdstream",), __name__)
+    ray_worker.print_to_stdstream = _to_the_log  # pyright: ignore[reportAttributeAccessIssue]
     reason = ""
     for attempt in range(RAY_STARTS):
         try:
@@ -126,6 +129,13 @@ def _without_the_unasked() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def _to_the_log(told: dict[str, Any], **_: Any) -> None:
+    """What Ray would print to stdout, where `--json` has its lines. That an actor died is told by
+    who waits for it."""
+    for line in told["lines"]:
+        log.info("Ray: %s", line)
 
 
 @contextmanager

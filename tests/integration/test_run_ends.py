@@ -182,8 +182,9 @@ def test_a_metric_that_gets_no_better_ends_the_run_well_and_a_larger_patience_go
 ):
     """The loss falls, and its largest is asked for: the first checkpoint stays the best."""
     folder = tmp_path / "run"
-    best = ("checkpoint.best_metric=loss/nll", "checkpoint.every=2", "checkpoint.keep_best=1")
-    settings = (*best, "checkpoint.stop_after=2", "trainer.world_size=1", "trainer.ep=1")
+    best = ("checkpoint.best_metric=loss/nll", "checkpoint.best_is=largest")
+    every = ("checkpoint.every=2", "checkpoint.keep_best=1", "checkpoint.stop_after=2")
+    settings = (*best, *every, "trainer.world_size=1", "trainer.ep=1")
     run = start(ROOT / "recipes/tiny_sft.py", *settings, f"logging.run_dir={folder}")
     assert run.finish() == 0
     told = " ".join(run.output.split())

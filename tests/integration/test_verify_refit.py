@@ -53,11 +53,4 @@ def test_experts_of_another_worker_are_named(model, capsys):
     )  # fmt: skip
     assert code == 1 and not report["passed"]
     base, row = report["rows"]
-    assert base["passed"] and row["failure"] is None
-    assert row["trainer_error"] > 1e-3 and row["merged_error"] > 1e-3
-    assert row["ranks_error"] <= 1e-5 and row["from_exact"]["engine"] > 1e-3
-    assert row["direct_error"] > 1e-3
-    assert {fault["tensor"] for fault in row["unlike"]} == {tensor}
-    assert {(fault["worker"], *fault["experts"]) for fault in row["unlike"]} == {
-        (worker, 0, 1, 2, 3) for worker in range(2)
-    }
+    assert base["passed"] and f"{tensor}: experts 4 to 7 arrive, and vLLM gives" in row["failure"]
