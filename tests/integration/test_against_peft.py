@@ -94,11 +94,12 @@ def test_a_start_from_the_base_trains_the_function_that_pefts_trains(family, ini
 
     ((start, logits, base),) = run_ranks(config, tmp_path, train_from_base)
 
-    if init == "pissa":  # whose pairs may have either sign
-        both = (start, expected_start)
+    limit = RELATIVE
+    if init == "pissa":  # PEFT's are of an SVD in float32, and a pair may have either sign
+        limit, both = 1e-3, (start, expected_start)
         start, expected_start = ({n: np.abs(v) for n, v in one.items()} for one in both)
     difference, name = linear_loss.worst(start, expected_start)
-    assert difference < RELATIVE, name
+    assert difference < limit, name
     assert linear_loss.relative(logits[0], untouched) < RELATIVE, "it does not start as the base"
     assert linear_loss.relative(expected[-1], expected[0]) > 0.01, "nothing was trained"
     differences = [linear_loss.relative(a, b) for a, b in zip(logits, expected, strict=True)]
