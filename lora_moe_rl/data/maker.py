@@ -23,6 +23,7 @@ from lora_moe_rl.data.answers import read_answers
 from lora_moe_rl.data.columns import Row, number_in, read_row, short
 from lora_moe_rl.data.samples import Answer, num_tokens
 from lora_moe_rl.errors import DataError
+from lora_moe_rl.models.tokenizer import foreign_ids, model_vocab_size
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,19 @@ class PromptMaker:
                 f"{place}: the model's tokenizer makes no tokens of the prompt, {short(text)}; "
                 "leave the row out, or write another prompt"
             )
+        self._check_known(token_ids, "prompt", place)
         return token_ids
+
+    def _check_known(self, token_ids: list[int], what: str, place: str) -> None:
+        """Raises DataError for a token that the tokenizer has and the model lacks."""
+        if foreign := foreign_ids(self._tokenizer, token_ids):
+            raise DataError(
+                f"{place}: the {what} has the token {self._tokenizer.decode(foreign[:1])!r} of the "
+                f"id {foreign[0]}, and the model has those below "
+                f"{model_vocab_size(self._tokenizer)} (vocab_size in its config.json): it was "
+                "added to the tokenizer alone; leave it out of the row and of the chat template, "
+                "or give the model an embedding of it (resize_token_embeddings of transformers)"
+            )
 
     def _of_string(self, text: str, place: str) -> list[int]:
         """With the tokens that the tokenizer puts in front, and without an end, behind which a
@@ -233,7 +246,9 @@ class PromptMaker:
                 )
             rest = whole[len(before) :]
             check_whole(answer, rest, place)
-        return Answer(answer, self._answers.of(rest, messages is not None, place))
+        token_ids = self._answers.of(rest, messages is not None, place)
+        self._check_known(token_ids, "answer", place)
+        return Answer(answer, token_ids)
 
     def _from_template(
         self, messages: list[dict], columns: dict[str, Any], place: str, answered: bool = False

@@ -23,6 +23,7 @@ from lora_moe_rl.environments.parts.tool_calls import (
     arguments_of,
 )
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models.tokenizer import foreign_ids, model_vocab_size
 
 Message = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class Chats:
         self.tokenizer, self.form = tokenizer, Form.named(calls)
         self._tagged, self._warned = calls == "json", False
         self._introduced = lru_cache(64)(self._introduce)
-        self._num_ids = max(tokenizer.get_vocab().values()) + 1
+        num_ids = max(tokenizer.get_vocab().values()) + 1
+        self._num_ids = min(num_ids, model_vocab_size(tokenizer) or num_ids)
 
     def whole(
         self, messages: Sequence[Message], tools: Sequence[Any], kwargs: Mapping[str, Any]
@@ -70,13 +72,20 @@ class Chats:
             text.encode()  # half of a surrogate pair is JSON, and no UTF-8
         except UnicodeEncodeError as error:
             raise bad_request(f"a text is no UTF-8: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=special)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=special)
+        if foreign := foreign_ids(self.tokenizer, token_ids):
+            token = self.tokenizer.decode(foreign[:1])
+            raise bad_request(
+                f"a text holds {token!r}, which the tokenizer has and the model lacks: leave it out"
+            )
+        return token_ids
 
     def checked(self, token_ids: list[int], where: str) -> list[int]:
-        """Token ids that a client has sent. Raises Refused for one that is of no token."""
+        """Token ids that a client has sent. Raises Refused for one that is of no token, or of none
+        that the model has."""
         if token_ids and max(token_ids) >= self._num_ids:
             raise bad_request(
-                f"{where} has the id {max(token_ids)}, and the tokenizer has {self._num_ids} tokens"
+                f"{where} has the id {max(token_ids)}, and there are {self._num_ids} tokens here"
             )
         return token_ids
 

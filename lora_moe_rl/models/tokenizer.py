@@ -9,6 +9,7 @@ terminal where it does not (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` and what
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def load_tokenizer(
     directory: Path | str, trust_remote_code: bool, chat_template: str | None = None
 ) -> Any:
     """The tokenizer of a model's directory, with the class and the ids that its files name, and
-    with `chat_template` in the place of its own.
+    with `chat_template` in the place of its own. It knows the model's vocab_size too
+    (`model_vocab_size`).
 
     Raises what `check_tokenizer` raises, and ModelError for one that cannot be loaded or that
     transformers makes otherwise.
@@ -94,7 +96,21 @@ def load_tokenizer(
     _check_ids(directory, config, tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    tokenizer.model_vocab_size = _model_vocab_size(directory)
     return tokenizer
+
+
+def model_vocab_size(tokenizer: Any) -> int | None:
+    """How many ids the model has that a tokenizer was loaded with; None for one that was made
+    otherwise. A tokenizer may have fewer, where the model's embedding is padded, and more, where a
+    token was added to it alone."""
+    return getattr(tokenizer, "model_vocab_size", None)
+
+
+def foreign_ids(tokenizer: Any, token_ids: Iterable[int]) -> list[int]:
+    """The ids among these that the tokenizer's model does not have."""
+    size = model_vocab_size(tokenizer)
+    return [] if size is None else [token for token in token_ids if not 0 <= token < size]
 
 
 def stop_ids(model_dir: Path | str) -> set[int]:
@@ -146,6 +162,21 @@ def _check_ids(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:
             f"{len(added)} special tokens other ids than its {CONFIG}: "
             f"{'; '.join(wrong[:SHOWN])}{'; ...' if len(wrong) > SHOWN else ''}"
         )
+
+
+def _model_vocab_size(directory: Path) -> int | None:
+    path = directory / "config.json"
+    try:
+        size = language_config(json.loads(path.read_text())).get("vocab_size")
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # the model's own checks tell of it
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _plain(name: str) -> str:

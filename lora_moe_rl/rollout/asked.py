@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.data.samples import Sample
 from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import NotServed
@@ -27,7 +26,6 @@ class AskedEngine(VllmEngine):
     """`sampling`: vLLM's SamplingParams of the run. `leaving`: the version whose slot a newer one
     waits for; no request for it begins here."""
 
-    spec: AdapterSpec
     tokenizer: Any
     sampling: Any
 

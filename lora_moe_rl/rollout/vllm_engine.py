@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineDied, EngineSilent, RefitError
+from lora_moe_rl.errors import DataError, EngineDied, EngineSilent, RefitError
 from lora_moe_rl.rollout import dp_ranks
 from lora_moe_rl.rollout.in_flight import InFlight
 
@@ -25,6 +26,7 @@ class VllmEngine:
     """`llm`, once it is there, and what is under way in it."""
 
     llm: Any
+    spec: AdapterSpec
 
     def __init__(self, config: RunConfig, index: int):
         self.config, self.index = config, index
@@ -79,15 +81,17 @@ class VllmEngine:
         """The final output of one vLLM request, under the version that it counts for. `may_end`:
         early, when requests move on. `adapter`: one of vLLM's own in the version's place.
         `cache_salt`: only requests with an equal one share what the prefix cache holds.
-        `rank`: the data-parallel rank that it goes to; None: one that has least to do."""
+        `rank`: the data-parallel rank that it goes to; None: one that has least to do. Raises
+        DataError for ids that the model does not have, which would end vLLM's processes."""
         lora = adapter if version is None else self._lora_request(version)
+        ids = self._known(token_ids)
         key = -1 if version is None else version
         name = f"{self.index}-{next(self.request_ids)}"
         where = {} if rank is None else {"data_parallel_rank": rank}
         self.running[key] = self.running.get(key, 0) + 1
         final = None
         # As vLLM's renderer gives it, which has nothing to do here and would do it in a thread.
-        prompt: Any = {"type": "token", "prompt_token_ids": [int(token) for token in token_ids]}
+        prompt: Any = {"type": "token", "prompt_token_ids": ids}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
         try:
@@ -107,6 +111,18 @@ class VllmEngine:
             self.running[key] -= 1
             self.ended_requests += 1
         return final
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        ids, size = [int(token) for token in token_ids], self.spec.shape.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise DataError(
+                f"engine {self.index} was asked to go on from a text with the token {worst}, and "
+                f"the model's are 0 to {size - 1} (vocab_size in its config.json): a tokenizer "
+                "with added tokens needs a model with an embedding of them "
+                "(resize_token_embeddings of transformers)"
+            )
+        return ids
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Calls a method of refit/receiver.py on the workers of all ranks. Raises RefitError if one

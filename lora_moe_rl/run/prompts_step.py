@@ -20,7 +20,12 @@ from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.evaluation.scoring import check_values
-from lora_moe_rl.models.tokenizer import load_tokenizer, stop_ids
+from lora_moe_rl.models.tokenizer import (
+    foreign_ids,
+    load_tokenizer,
+    model_vocab_size,
+    stop_ids,
+)
 from lora_moe_rl.run.offline import RowAnswers
 
 
@@ -72,6 +77,7 @@ class PromptsStep:
             f"{few}; lower algorithm.prompts_per_step, or give more rows"
             for few in self.source.repeated(config.algorithm.prompts_per_step)
         ]
+        self.warnings += _added_alone(self.tokenizer)
         lengths = self.source.lengths()
         found = f"{min(lengths)} to {max(lengths)} tokens{self._what} of {most} that fit"
         about = [self.environment.about] if self.environment.about else []
@@ -113,6 +119,18 @@ class PromptsStep:
                 "model.chat_template has no effect: the prompts are strings; set "
                 f"{found[0][1].key('chat_template')}=true, or leave model.chat_template out"
             )
+
+
+def _added_alone(tokenizer: Any) -> list[str]:
+    """A sentence where the tokenizer has tokens that the model lacks."""
+    added = foreign_ids(tokenizer, tokenizer.get_vocab().values())
+    if not added:
+        return []
+    return [
+        f"the tokenizer has tokens that the model has no embedding of ({len(added)}, as "
+        f"{tokenizer.decode(added[:1])!r} of the id {added[0]}; the model has "
+        f"{model_vocab_size(tokenizer)}): a text that holds one cannot be asked"
+    ]
 
 
 def _outside(many: int) -> str:

@@ -17,7 +17,7 @@ TRIAL = "48151623"
 
 class Introduced:
     """A tokenizer whose chat template also tells of tools: by itself where it knows how, else at
-    the end of the system prompt."""
+    the end of the system prompt. All else is the tokenizer's."""
 
     def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], form: Form):
         self._tokenizer, self.schemas = tokenizer, list(schemas)
@@ -33,8 +33,8 @@ class Introduced:
         told = f", of which {where} tells in a chat" if self.chat_template is not None else ""
         return f"tools {names}{told}" if self.schemas else ""
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        return self._tokenizer.encode(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Raises ConfigError when `kwargs` have tools of their own."""

@@ -311,3 +311,16 @@ def test_an_answer_has_no_space_in_front_that_the_row_has_not(prompt, answer):
     ids = found.answers[0].token_ids
     assert tokenizer.decode(found.token_ids + ids) == f"{prompt}{answer}</s>"
     assert len(ids) == len(answer) + 1
+
+
+@pytest.mark.parametrize(
+    "row", [{"completion": "<think>2"}, {"chosen": "2", "rejected": "<think>"}]
+)
+def test_a_token_of_an_answer_that_the_model_lacks_is_named(row):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.model_vocab_size = 256
+    wanted = Wanted("pairs" if "chosen" in row else "answers", frozenset({EOS}))
+    maker = PromptMaker(DataConfig(), tokenizer, 64, wanted)
+    with pytest.raises(DataError, match="row 7: the answer has the token '<think>' of the id 256"):
+        maker.make(("row 7", {"prompt": "1+1=", **row}))

@@ -346,3 +346,16 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path, write):
         DataError, match="line 1: not a line of JSON: the key 'answer' stands twice"
     ):
         read_rows(DataConfig(path=write('{"prompt": "1", "answer": "2", "answer": "3"}')))
+
+
+def test_a_token_that_the_model_lacks_is_named_with_its_row(write):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    config = DataConfig(path=write({"prompt": "1+1="}, {"prompt": "<think>1+1="}))
+    for size in (None, 257, 512):  # of an embedding that is padded
+        tokenizer.model_vocab_size = size
+        assert len(PromptSource(config, tokenizer, 0, MAX_TOKENS).next(2)) == 2
+    tokenizer.model_vocab_size = 256
+    told = r"line 2: the prompt has the token '<think>' of the id 256, and the model .* below 256"
+    with pytest.raises(DataError, match=f"{told}.*resize_token_embeddings"):
+        PromptSource(config, tokenizer, 0, MAX_TOKENS)

@@ -15,6 +15,7 @@ from written_policy import table_of
 from lora_moe_rl.endpoint.sessions import Session, Sessions
 from lora_moe_rl.errors import EngineDied
 from lora_moe_rl.router_replay.travel import join
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.seconds  # imports transformers and openai
 HELLO = {"role": "user", "content": "2+3="}
@@ -407,3 +408,28 @@ async def test_beyond_its_queue_requests_are_refused_and_none_is_lost():
     assert [status for status, _ in answers] == [200] * most
     assert sum(tries for _, tries in answers) == endpoint.admission.refused
     assert all(one.conversations["policy"].turns == 1 for one in all_of)
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("text", "'<think>', which the tokenizer has and the model lacks"),
+        ("chat", "'<think>', which the tokenizer has and the model lacks"),
+        ("ids", "has the id 256, and there are 256 tokens here"),
+    ],
+)
+async def test_a_token_that_the_model_lacks_is_the_clients_fault(way, told):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.model_vocab_size = 256
+    sessions, session, speaker = opened("5")
+    async with listening(sessions, tokenizer) as (_, at):
+        agent = client(at, session.key)
+        prompt = "<think>1" if way == "text" else [49, 256]
+        with pytest.raises(openai.BadRequestError, match=told):
+            if way == "chat":
+                message = {"role": "user", "content": "<think>1"}
+                await agent.chat.completions.create(model="policy", messages=[message])
+            else:
+                await agent.completions.create(model="policy", prompt=prompt)
+    assert not speaker.asked

@@ -7,7 +7,13 @@ import sys
 import pytest
 
 from lora_moe_rl.errors import ConfigError, ModelError
-from lora_moe_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_ids
+from lora_moe_rl.models.tokenizer import (
+    check_tokenizer,
+    foreign_ids,
+    load_tokenizer,
+    model_vocab_size,
+    stop_ids,
+)
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from tests.helpers import remote_tokenizer
 from tests.helpers.remote_tokenizer import FIRST_SPECIAL, SPECIAL
@@ -15,6 +21,7 @@ from tests.helpers.remote_tokenizer import FIRST_SPECIAL, SPECIAL
 IDS = {token: FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
 # transformers knows the first, and makes a tokenizer of its own for it; it asks for the second.
 TYPES = ("deepseek_v3", "kimi_k2")
+INSIDE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}  # with a text_config
 
 
 @pytest.fixture(params=TYPES)
@@ -135,3 +142,21 @@ def test_a_model_inside_a_larger_one_names_its_own_end(tmp_path):
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "eos_token_id": 9}
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": 7}}))
     assert stop_ids(tmp_path) == {7}
+
+
+@pytest.mark.parametrize(
+    ("config", "foreign"),
+    [
+        ({"vocab_size": 254}, [-1, 254, 300]),
+        ({"vocab_size": 512}, [-1]),  # an embedding that is padded
+        (INSIDE | {"text_config": {"vocab_size": 254}}, [-1, 254, 300]),
+        ({}, []),
+        (INSIDE, []),
+    ],
+)
+def test_a_tokenizer_knows_which_ids_its_model_has(tmp_path, config, foreign):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path, trust_remote_code=False)
+    assert foreign_ids(tokenizer, [0, -1, 253, 254, 300]) == foreign
+    assert foreign_ids(make_tokenizer(), [300]) == [] and model_vocab_size(make_tokenizer()) is None

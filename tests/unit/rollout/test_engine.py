@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import EngineSilent, NotServed, RefitError, ReplayError
+from lora_moe_rl.errors import DataError, EngineSilent, NotServed, RefitError, ReplayError
 from lora_moe_rl.ports import Manner, Turn
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.rollout import outputs, vllm_engine
@@ -185,3 +185,14 @@ async def test_the_event_loop_goes_on_while_samples_and_routes_are_packed(monkey
         (((piece,),), _) = await engine.sample([1], 1, 7, 0)
         assert piece.token_ids == [1, 7] and piece.version == 7
     assert engine.finished_samples == (0 if fault else 1)
+
+
+@pytest.mark.parametrize("token", [-1, 256, 2**40])
+async def test_ids_that_the_model_does_not_have_never_come_to_vllm(token):
+    spec = SimpleNamespace(shape=SimpleNamespace(vocab_size=256))
+    engine = RolloutEngine(RunConfig(), "model", spec, 3)
+    engine.llm = None
+    told = f"engine 3 .* the token {token}, and the model's are 0 to 255"
+    with pytest.raises(DataError, match=told):
+        await engine._request([7, token, 255], None, None, None)
+    assert not any(engine.running.values())

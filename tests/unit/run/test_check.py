@@ -330,3 +330,19 @@ def test_directories_are_looked_at_before_a_model_is_fetched(
     if not resume:
         with pytest.raises(error, match=said):
             start.evaluate(config, None)
+
+
+def test_tokens_that_the_model_lacks_are_a_warning_and_a_row_with_one_an_error(
+    check, model, tmp_path
+):
+    other = tmp_path / "more_tokens"
+    shutil.copytree(model, other)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.save_pretrained(other)
+    state, told = check(f"model={other}")[1]["prompts"]
+    assert state == "warning" and "no embedding of (1, as '<think>' of the id 256; the" in told
+    state, told = check(f"model={other}", "data.system_prompt=<think>", "data.chat_template=true")[
+        1
+    ]["prompts"]
+    assert state == "error" and "the prompt has the token '<think>' of the id 256" in told

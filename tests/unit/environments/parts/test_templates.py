@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lora_moe_rl.config import DataConfig
+from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.environments.parts.templates import Between, Introduced
 from lora_moe_rl.environments.parts.tool_calls import Form
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.models.tokenizer import foreign_ids
 from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
 
 pytestmark = pytest.mark.seconds  # imports transformers
@@ -119,3 +122,14 @@ def test_tools_are_told_of_by_the_template_or_else_by_the_system_prompt():
 def test_how_an_answer_stands_in_plain_text_must_have_the_answer():
     with pytest.raises(ConfigError, match=r"environment.answer_in_text='x' has no \{answer\}"):
         Between(tokenizer(None), "tool", "x")
+
+
+def test_beside_its_chat_template_it_is_the_tokenizer():
+    plain = make_tokenizer()
+    plain.model_vocab_size = 256
+    told = Introduced(plain, SCHEMAS, Form.named("json"))
+    assert told.encode("1+2") == plain.encode("1+2") and told.eos_token_id == plain.eos_token_id
+    assert foreign_ids(told, [256]) == [256]
+    assert PromptMaker(DataConfig(), told, 9).make(("row", {"prompt": "1+2"})).token_ids == [
+        *b"1+2"
+    ]
