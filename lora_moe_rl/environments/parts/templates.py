@@ -6,12 +6,12 @@ Nothing that was sampled is rendered: only the text between one turn and the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 from lora_moe_rl.environments.parts.tool_calls import Form
 from lora_moe_rl.errors import ConfigError
 
-SAID = "0f5c9e1d7a"  # stands for a turn of the policy, which is not rendered
 TRIAL = "48151623"
 
 
@@ -65,6 +65,15 @@ class Introduced:
             raise ConfigError(f"the model's chat template refuses the tools: {error}") from error
 
 
+def unsaid(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What stands for a turn of the policy, which is not rendered: a text that is in none of these
+    messages, and that nobody knows who writes one."""
+    shown = repr(messages)
+    while (mark := token_hex(8)) in shown:
+        pass
+    return mark
+
+
 def between_turns(
     render: Callable[[list[dict[str, Any]], bool], str],
     last: str | None,
@@ -77,8 +86,9 @@ def between_turns(
     `names`. `render` is told whether the assistant is to begin a turn at the end. None when it does
     not show what an assistant says; raises what it raises."""
     asked, came = {"role": "user", "content": TRIAL}, [dict(message) for message in messages]
+    mark = unsaid(came)
     try:
-        text = render([asked, {"role": "assistant", "content": SAID}, *came], True)
+        text = render([asked, {"role": "assistant", "content": mark}, *came], True)
     except Exception:
         if not names:
             raise
@@ -90,8 +100,8 @@ def between_turns(
         _, ends, rest = shown.rpartition(last) if last else ("", "", "")
         line = rest if ends and not rest.strip() else ""  # what follows the end of a turn
         return line + text.removeprefix(shown)
-    _, said, after = text.rpartition(SAID)
-    return after.removeprefix(last or "") if said else None
+    _, found, after = text.rpartition(mark)
+    return after.removeprefix(last or "") if found else None
 
 
 class Between:

@@ -6,6 +6,7 @@ import pytest
 
 from lora_moe_rl.config import DataConfig
 from lora_moe_rl.data.maker import PromptMaker
+from lora_moe_rl.environments.parts import templates
 from lora_moe_rl.environments.parts.templates import Between, Introduced
 from lora_moe_rl.environments.parts.tool_calls import Form
 from lora_moe_rl.errors import ConfigError
@@ -133,3 +134,17 @@ def test_beside_its_chat_template_it_is_the_tokenizer():
     assert PromptMaker(DataConfig(), told, 9).make(("row", {"prompt": "1+2"})).token_ids == [
         *b"1+2"
     ]
+
+
+def test_what_stands_for_a_turn_is_in_no_answer_and_never_the_same(monkeypatch):
+    """An answer that holds it would take the header of its role with it, and the turn's end."""
+    made, marks = tokenizer(), iter(["0f5c9e1d7a", "ab", "cd", "ef"])
+    between = Between(made, "tool", "\n{answer}\n")
+    monkeypatch.setattr(templates, "token_hex", lambda n: next(marks))
+    for answers in (["log 0f5c9e1d7a end", "ab"], ["cd"]):
+        told = made.decode(between.in_chat(ord("x"), answers, {}))
+        shown = "".join(f"<s>tool\n{answer}<eos>\n" for answer in answers)
+        assert told == f"<eos>\n{shown}<s>assistant\n"
+    assert next(marks, None) is None
+    monkeypatch.undo()
+    assert templates.unsaid([]) != templates.unsaid([])
