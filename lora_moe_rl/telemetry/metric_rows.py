@@ -35,7 +35,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("teacher/logprob", "nats", "up", "mean over sampled tokens of the teacher's logprob", "", ""),
     # The loss. Means over the tokens in the loss, whatever algorithm.aggregation.
     ("loss/policy", "", "", "the policy's loss; with one update a rollout its value says nothing", "actor/pg_loss", "loss"),
-    ("loss/kl", "nats", "", "KL to the base, adapters off, or to the start (algorithm.reference, algorithm.kl_estimator): of the policy in the loss, or of the policy before the update with algorithm.kl_in=reward; 0, and not computed, with algorithm.kl_coef=0", "actor/kl_loss", "kl"),
+    ("loss/kl", "nats", "", "KL to the base, adapters off, or to the start, with the routes of its own routers (algorithm.reference, algorithm.kl_estimator): of the policy in the loss, or of the policy before the update with algorithm.kl_in=reward; 0, and not computed, with algorithm.kl_coef=0", "actor/kl_loss", "kl"),
     ("loss/kl_coef", "", "", "with algorithm.kl_target: the weight that the KL had in the step", "actor/reward_kl_penalty_coeff", ""),
     ("loss/ratio", "", "", "mean probability ratio to the policy before the update, or to the engine (algorithm.anchor)", "", ""),
     ("loss/clipped_low", "share of tokens", "", "tokens whose ratio was clipped from below", "actor/pg_clipfrac (with loss/clipped_high)", "clip_ratio/low_mean"),

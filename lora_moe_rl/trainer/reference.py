@@ -2,16 +2,16 @@
 the run started from.
 
 It is a second set of values for the policy's own parameters, in the memory of one more adapter: a
-forward under it is the policy's, with other numbers. That it is what it should be is looked at in
-each step, before the update: while the policy is still the start both give the same logprobs, and
-once it has moved away they do not.
+forward under it is the policy's, with other numbers, and its own routers choose. That it is what it
+should be is looked at in each step, before the update: while the policy is still the start both
+give the same logprobs, on the same routes, and once it has moved away they do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.rollout.facts import Dtype
 
 if TYPE_CHECKING:
-    from lora_moe_rl.trainer.engine import Work
+    from lora_moe_rl.trainer.engine import TrainingEngine, Work
     from lora_moe_rl.trainer.meter import Meter
 
 KL, MOVED = "reference/kl", "reference/moved"
@@ -34,6 +34,14 @@ SAME: dict[Dtype, float] = {"float32": 1e-7, "bfloat16": 1e-3}
 SHOWS = 0.01
 # A policy that is surer of its tokens than this may have no logprob left that could change.
 SURE = 1e-3
+
+
+class Moved(NamedTuple):
+    """Sums of squares over the whole adapter: of what the policy is away from the start, and of the
+    start itself."""
+
+    away: float
+    size: float
 
 
 class FrozenAdapter:
@@ -63,8 +71,8 @@ class FrozenAdapter:
         return sum(one.nbytes for one in self.values)
 
     def moved(self) -> list[float]:
-        """Sums of squares, of each element on one rank alone: of what the policy is away from it,
-        and of itself. Raises FrozenStartError when it is no longer as it was loaded."""
+        """The two of `Moved`, of each element on one rank alone. Raises FrozenStartError when it is
+        no longer as it was loaded."""
         if self._summed() != self._sum:
             raise FrozenStartError(
                 "the frozen adapter of algorithm.reference=start has been written to since it was "
@@ -94,10 +102,16 @@ def measure(work: Work, before: torch.Tensor, meter: Meter) -> None:
         meter.add(f"reference {name}", (values.where(stands > 0, 0) * stands).sum())
 
 
-def metrics(meter: Meter, moved: list[float], version: int, dtype: Dtype) -> dict[str, float]:
-    """`moved`: what `FrozenAdapter.moved` gave before the update of `version`. Raises
-    FrozenStartError when the two policies are not as far apart as the two adapters say."""
-    away, size = meter.all_reduce(moved)
+def moved(engine: TrainingEngine, meter: Meter) -> Moved | None:
+    """The same on every rank; None where the policy is measured against the base, or nothing."""
+    frozen = engine.frozen_start
+    return None if frozen is None else Moved(*meter.all_reduce(frozen.moved()))
+
+
+def metrics(meter: Meter, moved: Moved, version: int, dtype: Dtype) -> dict[str, float]:
+    """`moved`: before the update of `version`. Raises FrozenStartError when the two policies are
+    not as far apart as the two adapters say."""
+    away, size = moved
     kl, nll, tokens = meter.summed(["reference kl", "reference nll", "tokens"])
     found = {KL: kl / max(tokens, 1.0), MOVED: (away / size) ** 0.5 if size else 0.0}
     check(found, version, dtype, nll / max(tokens, 1.0))

@@ -4,7 +4,8 @@ Which forwards those are is said by `algorithms.passes`; nothing here knows an a
 
 old         of the adapter before the update; with replay.mode=r2 it also records the routes. When
             each rollout makes one update the current logprobs, detached, are the old ones
-reference   of the base: adapters off; or of the adapter that the run started from, frozen
+reference   of the base: adapters off; or of the adapter that the run started from, frozen. Its
+            own routers choose, as those of any other model
 values      of the critic, if there is one
 free        every replay.compare_every steps, without replay: what the mismatch would be
 """
@@ -63,8 +64,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
             meter.add("tokens fed", work.data.counted[work.data.fed].sum())
         if compared:
             _compare(engine, everything, meter)
-        moved = None if engine.frozen_start is None else engine.frozen_start.moved()
-        _before_update(engine, everything)
+        moved = reference.moved(engine, meter)
+        _before_update(engine, everything, moved)
         advantages = revise(engine, batch, everything, meter)
         kept = choose_tokens(engine, batch, everything, meter)
         select_tokens(engine, batch, samples, everything, meter)
@@ -116,7 +117,7 @@ def gradients(
     with engine.watched_replay(batch, routes):
         everyone = np.arange(len(batch))
         works = engine.my_work(batch, everyone, routes, *_dp())
-        _before_update(engine, works)
+        _before_update(engine, works, reference.moved(engine, meter))
         revise(engine, batch, works, meter)
         kept = choose_tokens(engine, batch, works, meter)
         select_tokens(engine, batch, [everyone], works, meter)
@@ -153,7 +154,7 @@ def critic_gradients(
     with engine.watched_replay(batch, routes):
         everyone = np.arange(len(batch))
         works = engine.my_work(batch, everyone, routes, *_dp())
-        _before_update(engine, works)
+        _before_update(engine, works, reference.moved(engine, meter))
         revise(engine, batch, works, meter)
         values = everywhere("values", batch, works, meter)
         tokens = tokens_in(batch, everyone)
@@ -182,7 +183,11 @@ def _compare(engine: TrainingEngine, works: list[Work], meter: Meter) -> None:
             meter.mismatch(WITHOUT, work.data, work.known.pop("free"))
 
 
-def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
+def _before_update(
+    engine: TrainingEngine, works: list[Work], moved: reference.Moved | None
+) -> None:
+    """`moved`: what `reference.moved` says. A start that the policy still is takes its routes too,
+    so that their KL is 0."""
     config = engine.config
     temperature, wanted = config.rollout.temperature, passes(config)
     if "old" in wanted:
@@ -190,7 +195,8 @@ def _before_update(engine: TrainingEngine, works: list[Work]) -> None:
         engine.forward(works, "old", temperature, record=record, entropy=entropy)
     if "reference" in wanted:
         with engine.as_reference():
-            engine.forward(works, "reference", temperature)
+            same = moved is not None and not moved.away
+            engine.forward(works, "reference", temperature, replay=same)
     if engine.critic is not None:
         engine.critic.evaluate(works)
 

@@ -85,8 +85,8 @@ def every_case(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
 def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
     """On one rank: the float64 loss, and the gradient that it makes."""
     own = _score(worker, spec, inputs, adapters=True)
-    base = _score(worker, spec, inputs, adapters=False)
-    start = _score(worker, spec, inputs, adapters=True, seed=OF_START)
+    base = _score(worker, spec, inputs, adapters=False, replay=False)
+    start = _score(worker, spec, inputs, adapters=True, replay=False, seed=OF_START)
     assert own is not None, "one rank answers for itself"
     assert base is not None and start is not None
     worker.set_adapter(random_adapter(spec, strength=STRENGTH))
@@ -300,12 +300,13 @@ def _entropies(worker, inputs: Inputs) -> list[np.ndarray]:
 
 
 def _score(
-    worker, spec: AdapterSpec, inputs: Inputs, adapters: bool, seed: int = 1
+    worker, spec: AdapterSpec, inputs: Inputs, adapters: bool, replay: bool = True, seed: int = 1
 ) -> list[np.ndarray] | None:
-    """Logprobs [R] of the responses, with the routes that are replayed."""
+    """Logprobs [R] of the responses, with the routes that are replayed, or of routers that
+    choose."""
     worker.set_adapter(random_adapter(spec, seed=seed, strength=STRENGTH))
     sequences = [ids.tolist() for ids in inputs.batch.token_ids]
-    found = worker.score(sequences, inputs.table, adapters)
+    found = worker.score(sequences, inputs.table if replay else None, adapters)
     if found is None:
         return None
     return [o[-len(w) :] for o, w in zip(found, inputs.batch.weights, strict=True)]
