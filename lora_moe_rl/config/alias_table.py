@@ -146,7 +146,7 @@ ALIASES = (
     Alias(("weight_sync_backend", "weight_broadcast.type"), "refit.transport"),
     Alias(("bypass_mode",), "algorithm.anchor", "rollout for true"),
     Alias(("off_policy_mask_threshold",), "algorithm.rejection=off_policy",
-          "it is algorithm.rejection_max; what it masks leaves the denominator too"),
+          "it is algorithm.rejection_max"),
     Alias(("mask_truncated_completions", "overlong_filtering"), "algorithm.mask_truncated"),
     Alias(("zero_variance_filter_tol",), "algorithm.equal_within"),
     Alias(("use_pf_ppo", "reweight_method"), "algorithm.reweight", "pow, max_min or max_random"),

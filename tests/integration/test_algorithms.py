@@ -34,6 +34,11 @@ PARTS = {
     "geometric": {"rejection": "sequence_mean", **TIGHT, "aggregation": "seq-mean-token-mean"},
     "token": {"rejection": "tokens", **WIDE},
     "several": {"rejection": "tokens,veto", "rejection_max": (1.8, 2.5)},
+    "off_policy": {
+        "rejection": "tokens,off_policy",
+        "rejection_max": (4.0, 0.1),
+        "correction": "tis",
+    },
     "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
     "reweighted": {"reweight": "pow", "aggregation": "seq-mean-token-mean", "anchor": "rollout"},
     "reweighted_vapo": {"name": "vapo", "reweight": "max_min", "critic_warmup": 0},

@@ -85,6 +85,12 @@ TRL_LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
     "kl": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": False}, None),
     "kl_weighted": ({"loss_type": "dapo"}, {"beta": 0.3, "use_bias_correction_kl": True}, None),
     "kl_weighted_tis": ({"loss_type": "dapo"}, {"beta": 0.3}, 1.3),
+    "off_policy": ({"loss_type": "dapo", "off_policy_mask_threshold": 0.05}, {}, None),
+    "off_policy_kl_tis": (
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+        {"beta": 0.3, "use_bias_correction_kl": False},
+        1.3,
+    ),
     "high_entropy": ({"loss_type": "dapo", "top_entropy_quantile": 0.3}, {}, None),
     "high_entropy_grpo": ({"loss_type": "grpo", "top_entropy_quantile": 0.3}, {}, None),
     "high_entropy_dr_grpo": ({"loss_type": "dr_grpo", "top_entropy_quantile": 0.25}, {}, None),
@@ -145,6 +151,25 @@ CORRECTIONS = {
         "rollout_rs": "seq_mean_k1",
         "rollout_rs_threshold": "0.9_1.2",
     },
+}
+# verl's rejections of the policy that is updated, with the engine in the ratio.
+GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.2"}
+K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.08}
+BYPASSES = {
+    "bypass_ppo_clip_geo_rs": {"loss_type": "ppo_clip", "rollout_is": None} | GEOMETRIC,
+    "bypass_ppo_clip_k3_rs": {"loss_type": "ppo_clip", "rollout_is": None} | K3,
+    "bypass_pg_geo_rs_token_tis": {
+        "loss_type": "reinforce",
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.3,
+    }
+    | GEOMETRIC,
+    "bypass_pg_geo_rs_seq_tis": {
+        "loss_type": "reinforce",
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 1.5,
+    }
+    | GEOMETRIC,
 }
 # Of trainer against engine, whatever the correction.
 APART = ("kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "rollout_ppl")
@@ -357,6 +382,7 @@ def trl_losses_of(b: dict[str, Any]) -> dict[str, Any]:
         "prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask.long(),
         "completion_mask": mask, "advantages": advantages, "old_per_token_logps": old,
         "ref_per_token_logps": tensor(b["reference"]), "num_items_in_batch": mask.sum(),
+        "sampling_per_token_logps": rollout,
     }  # fmt: skip
     of_engine = ((old - rollout) * mask).exp()
     found: dict[str, Any] = {}
@@ -387,6 +413,7 @@ def trl_trainer(
         "epsilon_low": args["epsilon"], "importance_sampling_level": "token",
         "vllm_importance_sampling_correction": corrects, "top_entropy_quantile": 1.0,
         "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
+        "off_policy_mask_threshold": None,
     } | ours  # fmt: skip
     trainer = SimpleNamespace(
         **own,
@@ -394,7 +421,6 @@ def trl_trainer(
         beta=args["beta"],
         args=SimpleNamespace(**args),
         aux_loss_enabled=False,
-        off_policy_mask_threshold=None,
         use_vllm=True,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
@@ -407,6 +433,7 @@ def trl_trainer(
             sync_gradients=False,
         ),
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
     )
@@ -432,6 +459,34 @@ def corrections_of(b: dict[str, Any]) -> dict[str, Any]:
         tensor(b["advantages"])[:, :1], *(tensor(b[k]) for k in ("old", "rollout", "mask")), 0.02
     )
     found["off_policy"] = {"keep": trl_mask[:, 0].tolist()}
+    return found
+
+
+def bypasses_of(b: dict[str, Any]) -> dict[str, Any]:
+    """As verl's workers ask for them in every optimizer step: divided by what is in it before any
+    is rejected."""
+    mask = tensor(b["mask"])
+    found: dict[str, Any] = {}
+    for name, correction in BYPASSES.items():
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            clip_ratio_c=1e9,
+            policy_loss=PolicyLossConfig(rollout_correction=correction),
+        )
+        whole = {"dp_size": 1, "batch_num_tokens": mask.sum(), "global_batch_size": len(mask)}
+        config.global_batch_info.update(whole)
+        for how in ("token-mean", "seq-mean-token-mean"):
+            new = tensor(b["new"]).requires_grad_()
+            given = tensor(b["rollout"]), new, tensor(b["advantages"]), mask, how, config
+            loss, metrics = core_algos.compute_policy_loss_bypass_mode(*given)
+            loss.backward()
+            found[f"{name} {how}"] = {
+                "loss": loss.item(),
+                "gradient": new.grad.tolist(),
+                "masked": metrics["rollout_corr/rollout_rs_masked_fraction"],
+            }
     return found
 
 
@@ -501,6 +556,7 @@ def main(out: Path) -> None:
             "covariance_losses": covariance_losses_of(b),
             "trl_losses": trl_losses_of(b),
             "corrections": corrections_of(b),
+            "bypasses": bypasses_of(b),
             "kl": kl_of(b),
             "critic": critic_of(b),
             "revised": revised_of(b),

@@ -38,6 +38,7 @@ from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens, of_high_entropy
 from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
 from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
+from lora_moe_rl.algorithms.rejections.base import kept_by
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
 from lora_moe_rl.config.teacher import TeacherSettings
@@ -66,7 +67,11 @@ class PolicyGradient(Algorithm):
         self._rejections: list[Rejection] = [
             PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
         ]
+        self._before = [one for one in self._rejections if one.rejects and not one.of_updated]
+        self._updated = [one for one in self._rejections if one.rejects and one.of_updated]
         own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
+        if self._updated:
+            own["rejected_share"] = "token_mean"
         if self.selects:
             own["selected"] = "token_mean"
         self.metrics = {**own, **self._loss.metrics, **self._correction.metrics}
@@ -157,7 +162,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def rejects(self) -> bool:
-        return any(rejection.rejects for rejection in self._rejections)
+        return bool(self._before)
 
     def signals(self, groups: Sequence[Group]) -> list[Signal]:
         sizes = [len(group.samples) for group in groups]
@@ -249,11 +254,7 @@ class PolicyGradient(Algorithm):
         )
 
     def keep(self, tokens: Tokens) -> Tensor:
-        log_ratio = (tokens.old - tokens.rollout).detach()
-        stay = tokens.mask
-        for rejection in self._rejections:
-            stay = stay & rejection.keep(log_ratio, tokens)
-        return stay
+        return kept_by(self._before, (tokens.old - tokens.rollout).detach(), tokens)
 
     @property
     def selects(self) -> bool:
@@ -285,6 +286,11 @@ class PolicyGradient(Algorithm):
             trainer = tokens.logprobs.detach() if at_rollout else tokens.old
             weights, of_weights = self._correction.weights(trainer - tokens.rollout, tokens)
             policy, metrics = policy * weights, metrics | of_weights
+        if self._updated:
+            log_ratio = (tokens.logprobs - tokens.rollout).detach()
+            stay = kept_by(self._updated, log_ratio, tokens)
+            policy = policy.where(stay, 0.0)
+            metrics = metrics | {"rejected_share": (~stay).to(policy.dtype)}
         if self.selects:
             metrics = metrics | {"selected": selected_of(tokens)}
         if self.selects_by_entropy:

@@ -1,8 +1,13 @@
-"""What a rejection is: tokens that leave the loss, and what the loss is divided by."""
+"""What a rejection is: tokens that leave the loss.
+
+One of the policy before the update takes them out of what the loss is divided by too. One of the
+policy that is updated, whose tokens are known when the loss is made, gives them a loss of 0.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,15 +22,25 @@ if TYPE_CHECKING:
 
 
 class Rejection(Part):
-    """Base of all rejections. `level`: what it takes out, tokens or whole samples."""
+    """Base of all rejections. `level`: what it takes out, tokens or whole samples. `of_updated`:
+    whether it is asked in each loss, of the policy that is updated."""
 
     rejects: ClassVar[bool] = True  # False for none
+    of_updated: ClassVar[bool] = False
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     def keep(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         """bool [T], False for tokens that are taken out. log_ratio [T]: trainer's minus engine's
-        logprob, 0 outside the mask."""
+        logprob, 0 outside the mask, without gradient."""
         raise NotImplementedError
+
+
+def kept_by(rejections: Sequence[Rejection], log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    """bool [T]: tokens in the loss that all of them keep."""
+    stay = tokens.mask
+    for rejection in rejections:
+        stay = stay & rejection.keep(log_ratio, tokens)
+    return stay
 
 
 class BandSettings(Section):

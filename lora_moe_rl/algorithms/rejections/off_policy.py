@@ -1,5 +1,6 @@
-"""Samples with a negative advantage that the trainer has become too unlikely to write
-(DeepSeek-V3.2's off-policy sequence masking, arXiv:2512.02556; TRL's off_policy_mask_threshold).
+"""Samples with a negative advantage that the policy has become too unlikely to write
+(DeepSeek-V3.2's off-policy sequence masking, arXiv:2512.02556; TRL's off_policy_mask_threshold), by
+the engine's logprobs and those of the policy that is updated: in each of several updates anew.
 Where the tokens of a sample have advantages of their own, their sum says which it is: whole samples
 leave, whatever the advantage."""
 
@@ -28,6 +29,7 @@ class OffPolicy(Rejection):
         )
 
     settings: Settings
+    of_updated = True
 
     def keep(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         far = by_sample.mean(-log_ratio, tokens) > self.settings.rejection_max

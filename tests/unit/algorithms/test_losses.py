@@ -211,8 +211,15 @@ def test_a_far_sample_leaves_as_a_whole_or_stays_whatever_its_tokens_advantages_
     mask = torch.tensor([True] * 9 + [False])
     old = torch.full((10,), -2.0)
     tokens = tokens_of(old, old, advantages, mask, old + 0.5 * far, samples=samples)
-    kept = made("algorithm.rejection=off_policy", "algorithm.rejection_max=0.1").keep(tokens)
-    assert kept.tolist() == [False] * 4 + [True] * 2 + [True] * 2 + [False] + [False]
+    algorithm = made("algorithm.rejection=off_policy", "algorithm.rejection_max=0.1")
+    found = algorithm.loss(tokens)
+    kept = [False] * 4 + [True] * 2 + [True] * 2 + [False] + [False]
+    assert found.metrics["rejected_share"].tolist() == [float(not one) for one in kept]
+    assert (found.values != 0).tolist() == kept
+    assert (
+        not algorithm.rejects
+        and algorithms.passes(RunConfig(algorithm=algorithm.settings)) == set()
+    )
 
 
 def test_a_preset_may_have_several_rejections_with_bounds_of_its_own():

@@ -238,6 +238,7 @@ NARROW = {"clip_low": 0.02, "clip_high": 0.05}
 TIS = {"correction": "tis", "correction_max": 1.3}
 KL = {"kl_coef": 0.3}
 SAMPLES, SUMS = {"aggregation": "seq-mean-token-mean"}, {"aggregation": "seq-mean-token-sum"}
+OFF_POLICY = {"rejection": "off_policy", "rejection_max": 0.05}
 OF_TRL = {
     "grpo": {"clip_high": 0.28} | SAMPLES,
     "dapo": {"clip_high": 0.28},
@@ -253,6 +254,8 @@ OF_TRL = {
     "kl": KL,
     "kl_weighted": KL | {"kl_weighted": True},
     "kl_weighted_tis": KL | TIS | {"kl_weighted": True},
+    "off_policy": OFF_POLICY,
+    "off_policy_kl_tis": KL | TIS | SAMPLES | OFF_POLICY,
     "high_entropy": {"top_entropy_quantile": 0.3},
     "high_entropy_grpo": {"top_entropy_quantile": 0.3} | SAMPLES,
     "high_entropy_dr_grpo": {"name": "dr_grpo", "top_entropy_quantile": 0.25},
@@ -397,12 +400,14 @@ def test_what_is_rejected_is_verls(batch, name, settings):
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_off_policy_samples_are_trls(batch):
+    """Of the policy that is updated, here the one before the update."""
     first = torch.tensor(batch["advantages"], dtype=torch.float64)[:, :1]
     advantages = first.expand(-1, LONGEST).reshape(-1)
-    tokens = packed(batch, advantages=advantages)
-    kept = made(rejection="off_policy", rejection_max=0.02).keep(tokens)
+    tokens = packed(batch, advantages=advantages, logprobs=flat(batch, "old"))
+    algorithm = made(rejection="off_policy", rejection_max=0.02)
+    rejected = algorithm.loss(tokens).metrics["rejected_share"]
     expected = np.repeat(np.array(batch["corrections"]["off_policy"]["keep"]), LONGEST)
-    assert_close(kept.numpy(), expected, batch["mask"])
+    assert_close(1 - rejected, expected, batch["mask"])
     assert 0 < expected.sum() < len(expected)
 
 
