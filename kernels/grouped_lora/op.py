@@ -33,31 +33,31 @@ def grouped_lora(
     A: `[E, R, in]`, or `[R, in]` shared by all experts; Bs: of each site `[E, out, r]`, or
         `[out, r]` shared. In x's dtype or float32; they are rounded to x's dtype where they are
         multiplied, and their gradients have their own dtype.
-    counts: tokens of each expert, `[E]`, summing to T (on a device it is not checked).
+    counts: tokens of each expert, `[E]`, summing to T. On a device that is not checked: Triton
+        gives tokens beyond the sum zeros, and experts no tokens beyond T; torch asserts it there.
     scales: of each site.
     kernel: "auto" (Triton on CUDA, torch elsewhere), "triton" or "torch". Triton never waits for
         the device and accumulates in float32 with one rounding an output; torch rounds each
         product to x's dtype, and copies counts to the host for shapes `torch._grouped_mm` refuses.
-    into: `[T, sum out]` in x's dtype: the result is added to it in place, and it is returned.
+    into: `[T, sum out]` in x's dtype, rows of one piece each: the result is added to it in place,
+        and it is returned.
     recompute: `x A^T` is computed again in the backward and not kept.
     ranks: `[E]`: in each site, rows of A and columns of B beyond an expert's rank count as zero.
 
     Raises ValueError for shapes that do not fit, and ConfigError for a kernel that cannot run.
     """
     chosen = backend.resolve(kernel, x.device)
-    counts = _check(x, A, Bs, counts, scales, into)
-    if ranks is not None and not isinstance(ranks, Tensor):
-        ranks = torch.tensor(ranks, dtype=torch.int32, device=x.device)
+    _check(x, A, Bs, scales, len(counts), into)
+    counts = _counts(counts, x, chosen)
+    if ranks is not None:
+        ranks = backend.on_device(ranks, x.device).contiguous()
     options = (counts, list(scales), ranks, chosen, recompute)
     return _GroupedLora.apply(into, x, A, options, *Bs)
 
 
-def _check(x, A, Bs, counts, scales, into) -> Tensor:
-    """counts as a tensor on x's device. Raises ValueError."""
-    E = len(counts)
+def _check(x, A, Bs, scales, E, into) -> None:
+    """Raises ValueError."""
     T, in_features = x.shape
-    if not isinstance(counts, Tensor) and sum(counts) != T:
-        raise ValueError(f"counts sum to {sum(counts)}, and x has {T} tokens")
     if len(Bs) != len(scales) or not Bs:
         raise ValueError(f"{len(Bs)} sites have {len(scales)} scales")
     R, out = sum(B.shape[-1] for B in Bs), sum(B.shape[-2] for B in Bs)
@@ -76,7 +76,23 @@ def _check(x, A, Bs, counts, scales, into) -> Tensor:
         raise ValueError(
             f"into is {into.dtype} {tuple(into.shape)}; the result is {x.dtype} {(T, out)}"
         )
-    return backend.on_device(counts, x.device)
+    if into is not None and T and (into.stride(1) != 1 or (T > 1 and into.stride(0) < out)):
+        raise ValueError(
+            f"into has the strides {into.stride()}: its rows have to be of one piece each, and "
+            "beside each other; hand in a contiguous tensor"
+        )
+
+
+def _counts(counts: Tensor | Sequence[int], x: Tensor, kernel: str) -> Tensor:
+    """On x's device, of one piece. Raises ValueError for a sum that the host sees to be wrong."""
+    T, tensor = x.shape[0], isinstance(counts, Tensor)
+    if not tensor or (counts.device.type == "cpu" and not _traced(counts)):
+        total = int(counts.sum()) if tensor else sum(counts)
+        if total != T:
+            raise ValueError(f"counts sum to {total}, and x has {T} tokens")
+    elif kernel == "torch" and counts.is_cuda:
+        torch._assert_async(counts.sum() == T, "counts do not sum to x's tokens")
+    return backend.on_device(counts, x.device).contiguous()
 
 
 class _GroupedLora(torch.autograd.Function):

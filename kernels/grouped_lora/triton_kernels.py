@@ -10,7 +10,9 @@ inputs give equal bits.
 import triton
 import triton.language as tl
 
-TILE_FIELDS = tl.constexpr(4)  # expert (-1: no tile), first token, end, slot (-1: the only one)
+TILE_FIELDS = tl.constexpr(4)  # expert, first token, end, slot (-1: the only one)
+NO_TILE = tl.constexpr(-1)  # in the place of an expert
+NO_EXPERT = tl.constexpr(-2)  # of tokens beyond the last expert's
 
 
 @triton.jit
@@ -19,6 +21,7 @@ def schedule(
     tiles,
     slots,
     E,
+    T,
     num_tiles,
     E_POW2: tl.constexpr,
     SIZE: tl.constexpr,
@@ -26,11 +29,14 @@ def schedule(
 ):
     """Tiles of at most SIZE tokens. counts int `[E]`, tiles int32 `[num_tiles, 4]`, slots int32
     `[E, 2]`: first slot and number of slots of an expert with several tiles, else (0, 0).
-    EMPTY is 1 where an expert without tokens gets an (empty) tile, else 0. Grid: E + 1, the last
-    program marks the tiles that are not needed."""
+    EMPTY is 1 where an expert without tokens gets an (empty) tile, else 0. Counts below 0 are 0,
+    and none goes beyond T, so that no more tiles and slots are written than T has room for.
+    Grid: E + 1, the last program marks tokens of no expert, and tiles that are not needed."""
     e = tl.program_id(0)
     index = tl.arange(0, E_POW2)
-    count = tl.load(counts + index, mask=index < E, other=0).to(tl.int32)
+    count = tl.maximum(tl.load(counts + index, mask=index < E, other=0).to(tl.int64), 0)
+    ends = tl.cumsum(count, axis=0)
+    count = (tl.minimum(ends, T) - tl.minimum(ends - count, T)).to(tl.int32)
     needed = (count + SIZE - 1) // SIZE
     needed = tl.where(index < E, tl.maximum(needed, EMPTY), 0)
     first_tile = tl.sum(tl.where(index < e, needed, 0), axis=0)
@@ -49,8 +55,13 @@ def schedule(
             tl.store(tile + 2, tl.minimum(start + (i + 1) * SIZE, end))
             tl.store(tile + 3, tl.where(several, first_slot + i, -1))
     else:
+        given = tl.sum(count, axis=0)
         for i in range(first_tile, num_tiles):
-            tl.store(tiles + i * TILE_FIELDS, -1)
+            tile = tiles + i * TILE_FIELDS
+            start = given + (i - first_tile) * SIZE
+            tl.store(tile, tl.where(start < T, NO_EXPERT, NO_TILE))
+            tl.store(tile + 1, start)
+            tl.store(tile + 2, tl.minimum(start + SIZE, T))
 
 
 @triton.jit
@@ -87,14 +98,17 @@ def matmul(
     BLOCK_K: tl.constexpr,
 ):
     """x `[T, K]`, y `[T, N]`, their last stride 1; w `[E, K, N]` of any strides and dtype.
-    HAS_RANKS: column n of y is zero for experts with ranks[e] <= row_in_site[n].
+    HAS_RANKS: column n of y is zero for experts with ranks[e] <= row_in_site[n]. Tokens of no
+    expert get zeros.
     Grid: tiles * blocks of N."""
     blocks_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     tile = tiles + (pid // blocks_n) * TILE_FIELDS
     e = tl.load(tile)
-    if e < 0:
+    if e == NO_TILE:
         return
+    reach = tl.where(e < 0, 0, K)
+    e = tl.maximum(e, 0)
     t = tl.load(tile + 1) + tl.arange(0, BLOCK_T)
     t_mask = (t < tl.load(tile + 2))[:, None]
     t = t.to(tl.int64)[:, None]  # T * K can exceed 2^31
@@ -102,7 +116,7 @@ def matmul(
     n_mask = (n < N)[None, :]
     w += e.to(tl.int64) * stride_we
     acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for k0 in range(0, K, BLOCK_K):
+    for k0 in range(0, reach, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(x + t * stride_xt + k[None, :], mask=t_mask & (k < K)[None, :], other=0.0)
         w_ptrs = w + k[:, None] * stride_wk + n[None, :] * stride_wn

@@ -150,29 +150,31 @@ class _Chunks:
 
 
 def chunk_schedule(counts: torch.Tensor, T: int, size: int | None = None) -> Schedule:
-    """Chunks of tokens for `outer`. An expert without tokens has an empty one: it writes zeros."""
+    """Chunks of tokens for `outer`. An expert without tokens has an empty one: it writes zeros.
+    Tokens of no expert are in none."""
     if size is None:
         mean = T // max(counts.shape[0], _CHUNK_GROUPS)
         size = max(_CHUNK, triton.next_power_of_2(_CHUNK_FACTOR * mean))
     # ceil(c / size) of an expert is at most 1 + c / size, and 2 c / size where it is more than 1.
     num_tiles = counts.shape[0] + T // size
     num_slots = 2 * (T // size)
-    return Schedule(*_schedule(counts, num_tiles, size, empty=1), num_slots)
+    return Schedule(*_schedule(counts, T, num_tiles, size, empty=1), num_slots)
 
 
 def _tiles(counts: torch.Tensor, T: int, size: int) -> torch.Tensor:
-    """Tiles of at most `size` tokens: an upper bound of their number, the rest marked."""
-    num_tiles = min(counts.shape[0], T) + T // size
-    return _schedule(counts, num_tiles, size, empty=0)[0]
+    """Tiles of at most `size` tokens: an upper bound of their number, the rest marked. Tokens of no
+    expert are in tiles as another expert's would be."""
+    num_tiles = min(counts.shape[0] + 1, T) + T // size
+    return _schedule(counts, T, num_tiles, size, empty=0)[0]
 
 
-def _schedule(counts, num_tiles, size, empty):
+def _schedule(counts, T, num_tiles, size, empty):
     E = counts.shape[0]
     fields = kernels.TILE_FIELDS.value
     tiles = torch.empty(num_tiles, fields, dtype=torch.int32, device=counts.device)
     slots = torch.empty(E, 2, dtype=torch.int32, device=counts.device)
     kernels.schedule[(E + 1,)](
-        counts, tiles, slots, E, num_tiles,
+        counts, tiles, slots, E, T, num_tiles,
         E_POW2=triton.next_power_of_2(E), SIZE=size, EMPTY=empty,
     )  # fmt: skip
     return tiles, slots

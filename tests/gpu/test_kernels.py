@@ -11,6 +11,7 @@ from lora_moe_rl.bench.kernel_contenders import loads
 from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.kernels.grouped_lora import grouped_lora
+from lora_moe_rl.kernels.grouped_lora.naive import grouped_lora as naive_lora
 from lora_moe_rl.kernels.merge import formats, naive
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
 from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
@@ -62,6 +63,20 @@ def test_real_sizes(shape, load):
 def test_the_torch_path_on_a_gpu():
     check(Problem(ODD, 70, (33,), (3,), dtype=torch.bfloat16, device="cuda"), "torch")
     check(Problem(ODD, 70, (33,), (3,), device="cuda"), "torch")
+
+
+@pytest.mark.parametrize("counts", [[20, 0, 3], [20, 900, 40000]], ids=["less", "more"])
+def test_counts_that_do_not_sum_to_the_tokens(monkeypatch, counts):
+    problem = Problem([20, 0, 21], 64, (32,), (8,), device="cuda")
+    x, A, B = problem.leaves()
+    meant = [20, 21, 0] if sum(counts) > 41 else counts
+    expected = naive_lora(x[: sum(meant)].double(), A.double(), [B.double()], meant, [0.5])
+    poison_empty(monkeypatch)
+    y = grouped_lora(x, A, [B], torch.tensor(counts, device="cuda"), [0.5], "triton")
+    assert (y[: sum(meant)] - expected).abs().max() < 1e-4
+    assert not y[sum(meant) :].any()
+    dx, dA, dB = torch.autograd.grad(y, [x, A, B], problem.dy)
+    assert dA.isfinite().all() and dB.isfinite().all() and not dx[sum(meant) :].any()
 
 
 def test_nothing_waits_for_the_device():

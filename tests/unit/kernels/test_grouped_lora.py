@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import INTERPRETER, Problem, check, differences, poison_empty
+from kernel_cases import INTERPRETER, KERNEL, Problem, check, differences, poison_empty
 
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.kernels.grouped_linear import grouped_linear
-from lora_moe_rl.kernels.grouped_lora import grouped_lora, torch_path
+from lora_moe_rl.kernels.grouped_lora import grouped_lora, naive, torch_path
 
 ODD = [7, 0, 33, 1, 0]
 plain_only = pytest.mark.skipif(INTERPRETER, reason="of the plain torch path")
@@ -62,6 +62,59 @@ def test_strided_operands():
     problem.x = torch.cat([problem.x, problem.x], dim=1)[:, :24]
     problem.dy = torch.cat([problem.dy, problem.dy], dim=1)[:, :16]
     assert differences(problem.run(), expected) == {}
+
+
+@pytest.mark.parametrize("which", ["counts", "ranks"])
+def test_counts_and_ranks_of_a_wider_table(which):
+    problem = Problem(ODD, 37, (19, 9), (8, 5), ranks=[8, 1, 3, 5, 0])
+    x, A, *Bs = problem.leaves()
+    columns = {name: torch.tensor(getattr(problem, name)) for name in ("counts", "ranks")}
+    columns[which] = torch.stack([columns[which], torch.ones(5, dtype=torch.int64)], 1)[:, 0]
+    y = grouped_lora(x, A, Bs, columns["counts"], problem.scales, KERNEL, ranks=columns["ranks"])
+    got = Problem._named(y, torch.autograd.grad(y, [x, A, *Bs], problem.dy))
+    assert differences(got, problem.reference()) == {}
+
+
+def test_into_rows_of_a_wider_buffer():
+    problem = Problem(ODD, 37, (19, 9), (3, 4), into=True)
+    expected = problem.reference()["y"]
+    wide = torch.cat([problem.base, problem.base], dim=1)
+    y = grouped_lora(
+        problem.x, problem.A, problem.Bs, problem.counts, problem.scales, KERNEL, wide[:, 28:]
+    )
+    assert (y - expected).abs().max() < 1e-4
+    assert torch.equal(wide[:, :28], problem.base)
+
+
+@pytest.mark.skipif(not INTERPRETER, reason="of the Triton path")
+@pytest.mark.parametrize("sums_to", ["less", "more"])
+@pytest.mark.parametrize("shared", [None, "A", "B"])
+def test_counts_of_a_device_that_do_not_sum_to_the_tokens(monkeypatch, shared, sums_to):
+    """Tokens of no expert get zeros, and no expert has tokens beyond the last."""
+    from lora_moe_rl.kernels.grouped_lora import triton_path
+
+    monkeypatch.setattr(triton_path, "_CHUNK", 16)
+    monkeypatch.setattr(triton_path, "_CHUNK_FACTOR", 0)
+    given, meant = {
+        "less": ([20, 0, 3], [20, 0, 3]),
+        "more": ([20, 900, 40000], [20, 21, 0]),
+    }[sums_to]
+    T = 41
+    problem = Problem([20, 0, 21], 24, (18,), (5,), shared=shared)
+    problem.counts = meant
+    here = sum(meant)
+    x, A, B = problem.leaves(torch.float64)
+    part = naive.grouped_lora(x[:here], A, [B], meant, problem.scales)
+    y = torch.cat([part, part.new_zeros(T - here, 18)])
+    expected = Problem._named(y, torch.autograd.grad(y, [x, A, B], problem.dy.double()))
+
+    poison_empty(monkeypatch)
+    counts, (x, A, B) = torch.tensor(given), problem.leaves()
+    with torch.no_grad():
+        y = torch.empty(T, 18)
+        xa = triton_path.forward(y, False, x, A, [B], counts, [0.5], None)
+        grads = triton_path.backward(problem.dy, x, A, [B], counts, [0.5], None, xa, [True] * 3)
+    assert differences(Problem._named(y, grads), expected) == {}
 
 
 @pytest.mark.skipif(not INTERPRETER, reason="of the Triton path")
@@ -224,6 +277,10 @@ def test_under_torch_compile():
     ("change", "message"),
     [
         ({"counts": [4, 8]}, "counts sum to 12, and x has 13 tokens"),
+        ({"counts": torch.tensor([4, 10])}, "counts sum to 14, and x has 13 tokens"),
+        ({"into": torch.zeros(24, 13).t()}, r"into has the strides \(1, 13\)"),
+        ({"into": torch.zeros(13, 48)[:, ::2]}, r"into has the strides \(48, 2\)"),
+        ({"into": torch.zeros(1, 24).expand(13, 24)}, r"into has the strides \(0, 1\)"),
         ({"scales": (1.0, 2.0)}, "1 sites have 2 scales"),
         ({"A": torch.zeros(3, 4, 40)}, r"A has the shape \(3, 4, 40\); it is \(2, 4, 40\), or"),
         ({"A": torch.zeros(2, 4, 40).half()}, r"A is torch.float16; it is float32, or"),
