@@ -8,7 +8,6 @@ Nothing that a stage does stops the next one. This file imports nothing heavy, a
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from lora_moe_rl.bench.gpu.parts import write_json
+from lora_moe_rl.bench.gpu.parts import ENDS, errors, read_json, write_json
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.upstream.versions import importable
 
@@ -58,7 +57,7 @@ def run_jobs(
     an earlier call, stay in its file."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + budget_s
-    kept = _read(out / RESULTS) or {}
+    kept = read_json(out / RESULTS) or {}
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
         say(f"{job.name} ...")
@@ -102,7 +101,7 @@ def _live(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **env, MARK: mark},
+            env={**os.environ, **env, MARK: mark, ENDS: str(time.time() + limit_s)},
         )
     seen: set[psutil.Process] = {process}
     deadline = time.monotonic() + limit_s
@@ -147,19 +146,14 @@ def _words(process: psutil.Process) -> str:
 
 def _with_parts(outcome: Outcome, file: Path, log: Path) -> Outcome:
     """With what the stage has written, and of one that did not pass what went wrong."""
-    parts = _read(file)
+    parts = read_json(file)
     if parts is None:
         if outcome["status"] == PASSED:
             outcome["status"] = FAILED
         outcome["error"] = f"{file.name} is not there, or not JSON; {_last_line(log)}"
         return outcome
-    errors = {
-        name: part["error"]
-        for name, part in parts.items()
-        if isinstance(part, dict) and "error" in part
-    }
-    if errors:
-        outcome["error"] = "; ".join(f"{name}: {error}" for name, error in errors.items())
+    if wrong := errors(parts):
+        outcome["error"] = "; ".join(f"{name}: {error}" for name, error in wrong.items())
     elif outcome["status"] == FAILED:
         outcome["error"] = _last_line(log)
     return outcome | {"parts": parts}
@@ -168,12 +162,3 @@ def _with_parts(outcome: Outcome, file: Path, log: Path) -> Outcome:
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:500] if lines else "it printed nothing"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """What a file holds; None when there is none, or it is not a JSON object."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

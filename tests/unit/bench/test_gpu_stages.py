@@ -3,6 +3,7 @@ themselves run in tests/integration/test_bench_gpu.py."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.bench.gpu import command
+from lora_moe_rl.bench.gpu.parts import ENDS, Parts
 from lora_moe_rl.bench.gpu.stages import STAGES, probe, slices
 from lora_moe_rl.bench.gpu.stages.tests import read
 from lora_moe_rl.errors import BenchmarkError, ConfigError
@@ -38,21 +40,105 @@ def test_a_stage_that_is_none_and_a_gpu_that_is_not_here_are_refused(tmp_path, c
     assert "--stages: 'none' is not a stage" in capsys.readouterr().err
 
 
-def test_a_slice_has_as_many_layers_as_the_gpu_has_room_for(monkeypatch):
-    """docs/gpu.md, `large`: 3, 48 and 2 layers on 80 GB, and all that are asked for on 140 GiB."""
+def test_a_slice_has_as_many_layers_as_the_gpu_has_room_for(monkeypatch, tmp_path):
+    """docs/gpu.md: of 80 GB some 78 to 79 GiB are free, of 141 GB 139."""
 
-    def layers(room_gib: float) -> list[int]:
+    def layers(room_gib: float, stage: str = "large") -> list[int]:
         monkeypatch.setattr(slices, "free_bytes", lambda device: room_gib * 2**30)
-        found = [one.split(":") for one in STAGES["large"].options]
-        return [slices.measure(n, int(asked), kind, "cuda")["layers"] for n, asked, kind in found]
+        found = []
+        for one in STAGES[stage].options:
+            name, asked, kind = one.split(":")
+            made = slices.fitting(tmp_path, name, int(asked), kind, "cuda")
+            assert made.planned().total <= (room_gib - 2) * 2**30
+            found.append(made.spec.shape.num_layers)
+        return found
 
-    def measured(one: slices.Slice):
-        return {"layers": one.spec.shape.num_layers}
-
-    monkeypatch.setattr(slices.Slice, "measure", measured)
-    assert (layers(78), layers(139)) == ([3, 48, 2], [5, 48, 4])
+    assert (layers(77), layers(78), layers(79)) == ([3, 47, 2], [3, 47, 2], [3, 48, 2])
+    assert (layers(139), layers(77, "slices")) == ([5, 48, 4], [8, 3, 2])
     with pytest.raises(BenchmarkError, match="one layer of deepseek_v3 needs .* GiB by the plan"):
         layers(20)
+
+
+class Worker:
+    """A rank that is ended in its first forward."""
+
+    def update(self, *_) -> None: ...
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def score(self, *_) -> None:
+        raise MemoryError("of the GPU")
+
+
+def test_a_slice_that_fails_keeps_what_it_has_found(monkeypatch, tmp_path):
+    label, parts = "qwen3_30b_a3b:2:none", Parts(tmp_path / "slices.json")
+    monkeypatch.setattr(slices.Slice, "_start", lambda self: (Worker(), 1.5))
+    monkeypatch.setattr(slices, "apart", lambda name, job, *args, **_: job(*args))
+    slices.run(parts, "cpu", label)
+    found = parts.values[label]
+    assert (found["layers"], found["build_s"], found["error"]) == (
+        2,
+        1.5,
+        "MemoryError: of the GPU",
+    )
+    assert found["tflop_s"].keys() == {"update"} and found["memory"]["plan"]
+    assert list(parts.values) == parts.failed == [label]
+
+    monkeypatch.setattr(Worker, "score", Worker.update)
+    monkeypatch.setattr(slices, "longest", lambda call, cuda: 1 / 0)
+    slices.run(parts, "cpu", label)
+    found = parts.values[label]
+    assert found["tflop_s"].keys() == {"update", "forward", "forward_base"}
+    assert "error" not in found and parts.failed == [f"{label}: longest"]
+
+
+def test_a_slice_has_its_share_of_the_time_that_is_left(monkeypatch, tmp_path):
+    shares = []
+
+    def last(name, *_, timeout_s, **rest):
+        shares.append(timeout_s)
+        if len(shares) == 2:
+            monkeypatch.setenv(ENDS, str(time.time() + 55))  # the second one was slow
+
+    monkeypatch.setattr(slices, "apart", last)
+    monkeypatch.setenv(ENDS, str(time.time() + 245))
+    slices.run(Parts(tmp_path / "slices.json"), "cpu", "a:1:none", "b:1:none", "c:1:none")
+    assert shares == pytest.approx([80, 120, 50], abs=2)
+
+
+def test_an_engine_whose_version_does_not_arrive_has_its_other_figures(tmp_path):
+    """Which an engine that starts would have: each is a part of its own."""
+    stage = pytest.importorskip("lora_moe_rl.bench.gpu.stages.engine")
+    parts, served = Parts(tmp_path / "engine.json"), []
+
+    class Bench:
+        def transports(self):
+            return ["shm", "cuda_ipc"]
+
+        async def start(self):
+            return {"device": "cpu"}
+
+        async def publish(self, transport):
+            if transport == "shm":
+                raise BenchmarkError("slots do not hold what was sent")
+            served.append(transport)
+            return [{"total": 1.0}]
+
+        async def compare(self, expected):
+            return {"base": 0.0}
+
+        async def speeds(self):
+            raise MemoryError("of the GPU")
+
+    with asyncio.Runner() as loop:
+        stage.put_parts(parts, "tiny", Bench(), {"base": []}, loop)
+    assert list(parts.values) == [
+        "tiny: start", "tiny: publish by shm", "tiny: publish by cuda_ipc", "tiny: logprobs",
+        "tiny: tokens_per_s",
+    ]  # fmt: skip
+    assert parts.failed == ["tiny: publish by shm", "tiny: tokens_per_s"]
+    assert parts.values["tiny: publish by cuda_ipc"] == [{"total": 1.0}]
 
 
 @pytest.mark.seconds

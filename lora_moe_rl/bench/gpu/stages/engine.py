@@ -11,6 +11,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from lora_moe_rl.verify.comparisons import largest
 if TYPE_CHECKING:
     from lora_moe_rl.bench.refit_model import SendingRank
 
+Expected = dict[str, list[np.ndarray]]  # logprobs of each sequence, without the adapter and with it
 SHAPES = ("qwen3_moe", "deepseek_v3")
 WIDE, WIDE_LAYERS = "qwen3_30b_a3b", {"cuda": 8, "cpu": 2}
 VERSIONS = 4  # by each transport
@@ -46,40 +48,43 @@ LEAST_EFFECT = 0.5
 
 def run(parts: Parts, device: str, graphs: str = "") -> None:
     """`graphs`: with CUDA graphs."""
-    for name in SHAPES:
-        parts.part(name, lambda name=name: asyncio.run(measure(name, device, bool(graphs))))
-    parts.part(WIDE, lambda: asyncio.run(measure_wide(device, bool(graphs))))
+    for name in (*SHAPES, WIDE):
+        parts.part(name, lambda name=name: measure(parts, name, device, bool(graphs)))
 
 
-async def measure(name: str, device: str, graphs: bool) -> dict[str, Any]:
-    """Raises BenchmarkError when the engine is a wrong one; then it has no speed to report."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(name, Path(folder))
-        bench = Bench(Path(folder), device, graphs, RolloutEngine)
+def measure(parts: Parts, name: str, device: str, graphs: bool) -> dict[str, float]:
+    """Puts the parts of one engine, and returns the seconds of all together."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop:
+        if name == WIDE:
+            save_config(Path(folder), hf_config(WIDE, WIDE_LAYERS[device], device))
+        else:
+            save_model(name, Path(folder))
+        kind = WideEngine if name == WIDE else RolloutEngine
+        bench = Bench(Path(folder), device, graphs, kind)
+        # First: the engine takes the cores. The weights of a wide one nobody else has.
+        expected = None if name == WIDE else bench.of_hugging_face()
         try:
-            expected = bench.of_hugging_face()  # first: the engine takes the cores
-            return await bench.start() | {
-                "publish_s": await bench.publish(),
-                "logprobs": await bench.compare(expected),
-                "tokens_per_s": await bench.speeds(),
-            }
+            put_parts(parts, name, bench, expected, loop)
         finally:
-            await bench.shutdown()
+            loop.run(bench.shutdown())
+    return {"seconds": time.perf_counter() - started}
 
 
-async def measure_wide(device: str, graphs: bool) -> dict[str, Any]:
-    """Some layers of a published model at full width, with the weights that vLLM itself makes up:
-    nothing can be compared, and only the speed is looked at."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_config(Path(folder), hf_config(WIDE, WIDE_LAYERS[device], device))
-        bench = Bench(Path(folder), device, graphs, WideEngine)
-        try:
-            return await bench.start() | {
-                "publish_s": await bench.publish(),
-                "tokens_per_s": await bench.speeds(),
-            }
-        finally:
-            await bench.shutdown()
+def put_parts(
+    parts: Parts, name: str, bench: Bench, expected: Expected | None, loop: asyncio.Runner
+) -> None:
+    """There is no speed of an engine whose logprobs are not those that are expected."""
+
+    def part(which: str, call: Callable[[], Coroutine[Any, Any, Any]]) -> bool:
+        return parts.part(f"{name}: {which}", lambda: loop.run(call()))
+
+    if not part("start", bench.start):
+        return
+    for transport in bench.transports():
+        part(f"publish by {transport}", lambda one=transport: bench.publish(one))
+    if expected is None or part("logprobs", lambda: bench.compare(expected)):
+        part("tokens_per_s", bench.speeds)
 
 
 class WideEngine(RolloutEngine):
@@ -112,7 +117,10 @@ class Bench:
         self.spec = AdapterSpec.build(shape, self.config.adapter)
         rng = np.random.default_rng(1)
         self.sequences = rng.integers(16, shape.vocab_size, (SEQUENCES, LENGTH)).tolist()
-        self.engine, self.version = kind(self.config, str(folder), self.spec, 0), -1
+        self.engine = kind(self.config, str(folder), self.spec, 0)
+        self.rank: SendingRank | None = None
+        self.sent = -1
+        self.version: int | None = None  # the last whose slots hold what was sent
 
     async def start(self) -> dict[str, Any]:
         return {"started": await self.engine.start()}
@@ -121,7 +129,7 @@ class Bench:
         if hasattr(self.engine, "llm"):
             await self.engine.shutdown()
 
-    def of_hugging_face(self) -> dict[str, list[np.ndarray]]:
+    def of_hugging_face(self) -> Expected:
         from lora_moe_rl.bench.refit_model import random_tensors
         from lora_moe_rl.verify import hf
 
@@ -133,9 +141,16 @@ class Bench:
         hf.merge(model, self.spec, tensors)
         return {"base": base, "adapter": [hf.logprobs(model, ids) for ids in self.sequences]}
 
-    async def publish(self) -> dict[str, list[dict[str, float]]]:
-        """Seconds of each version, by stage, of each transport: of adapters on the device. Raises
-        BenchmarkError when slots hold something else than was sent."""
+    def transports(self) -> list[str]:
+        """Those that are installed here."""
+        channels = (
+            (n, transports.channel(RefitConfig(transport=n))) for n in TRANSPORTS[self.device]
+        )
+        return [name for name, channel in channels if not transports.lacking(channel)]
+
+    async def publish(self, transport: str) -> list[dict[str, float]]:
+        """Seconds of each version, by stage: of adapters on the device. Raises BenchmarkError when
+        slots hold something else than was sent."""
         from lora_moe_rl.bench.refit_model import SendingRank
 
         plan = make_plan(
@@ -143,31 +158,31 @@ class Bench:
             STORAGE[self.dtype].itemsize,
         )  # fmt: skip
         layouts = part_layouts(plan, self.spec, self.dtype)
-        rank = SendingRank(self.config, self.spec, 0, self.device)
-        taken = {}
-        for name in TRANSPORTS[self.device]:
-            channel = transports.channel(RefitConfig(transport=name))
-            if transports.lacking(channel):
-                continue
-            rank.prepare_refit(layouts, channel)
-            await self.engine.prepare_refit(layouts, channel)
-            taken[name] = [await self._publish(rank) for _ in range(VERSIONS)]
-        return taken
+        channel = transports.channel(RefitConfig(transport=transport))
+        if self.rank is None:
+            self.rank = SendingRank(self.config, self.spec, 0, self.device)
+        self.rank.prepare_refit(layouts, channel)
+        await self.engine.prepare_refit(layouts, channel)
+        return [await self._publish(self.rank) for _ in range(VERSIONS)]
 
     async def _publish(self, rank: SendingRank) -> dict[str, float]:
-        self.version += 1
+        self.sent += 1
         started = time.perf_counter()
-        sent = rank.send(self.version)
+        sent = rank.send(self.sent)
         packed = time.perf_counter() - started
-        receipt = await self.engine.publish(self.version, sent)
+        receipt = await self.engine.publish(self.sent, sent)
         total = time.perf_counter() - started
-        if differing := await self.engine.differing(self.version, sent):
+        if differing := await self.engine.differing(self.sent, sent):
             raise BenchmarkError(f"slots do not hold what was sent: {', '.join(differing[:5])}")
+        self.version = self.sent
         return receipt.seconds | {"pack": packed, "total": total}
 
-    async def compare(self, expected: dict[str, list[np.ndarray]]) -> dict[str, float]:
-        """Largest differences of a logprob."""
+    async def compare(self, expected: Expected) -> dict[str, float]:
+        """Largest differences of a logprob. Raises BenchmarkError when they are too large."""
         base, _ = await self.engine.score(self.sequences, None)
+        if self.version is None:
+            off = largest(base, expected["base"])
+            raise BenchmarkError(f"no version is served; the base's logprobs are off by {off:g}")
         adapter, _ = await self.engine.score(self.sequences, self.version)
         found = {
             "base": largest(base, expected["base"]),
@@ -185,7 +200,8 @@ class Bench:
     async def speeds(self) -> dict[str, float]:
         """Tokens generated a second, all requests at once; after a first time, which compiles."""
         found = {}
-        for name, version in (("base", None), ("adapter", self.version)):
+        served = {} if self.version is None else {"adapter": self.version}
+        for name, version in {"base": None, **served}.items():
             await self._speed(version)
             found[name] = await self._speed(version)
         return found

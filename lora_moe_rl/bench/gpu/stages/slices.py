@@ -1,7 +1,8 @@
 """Some layers of a published model at full width, with random weights: memory beside the plan's,
 and where the time of an update goes.
 
-Each slice has a process of its own, so that one that does not fit takes nothing with it.
+Each slice has a process of its own, so that one that does not fit takes nothing with it. It puts
+each figure as soon as it is found, and has its share of the time that the stage has left.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.bench.gpu.parts import Parts, left_s
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.planner import facts
@@ -29,8 +30,9 @@ from lora_moe_rl.verify.processes import apart
 
 RANK, ALPHA = 16, 32
 SEQUENCES, TOKENS = {"cuda": 16, "cpu": 4}, {"cuda": 1025, "cpu": 33}
+CPU_LAYERS = 3
 ROUNDS = 3  # of which the first compiles kernels
-SLICE_S = 240.0
+LEFT_FREE = 2 * 2**30  # beside the plan: workspaces of kernels, and what fragments
 LONGEST = 20  # kernels of an update that are listed
 # What a CPU can take of a config.
 NARROW = {
@@ -42,16 +44,15 @@ NARROW = {
 
 def run(parts: Parts, device: str, *wanted: str) -> None:
     """`wanted`: MODEL:LAYERS:RECOMPUTE, with a name of planner/models."""
-    for one in wanted:
-        name, layers, recompute = one.split(":")
-        settings = (name, min(int(layers), 3) if device == "cpu" else int(layers), recompute)
-        start = "spawn" if device == "cuda" else "forkserver"
-        parts.part(
-            one,
-            lambda settings=settings, start=start: apart(
-                "slice", measure, *settings, device, timeout_s=SLICE_S, start=start
-            ),
-        )
+    start = "spawn" if device == "cuda" else "forkserver"
+    for done, one in enumerate(wanted):
+        job = (measure, str(parts.path), one, device)
+        share = left_s() / (len(wanted) - done)
+        parts.part(one, lambda job=job, share=share: _apart(*job, timeout_s=share, start=start))
+
+
+def _apart(*job: Any, timeout_s: float, start: str) -> dict[str, Any]:
+    return apart("slice", *job, timeout_s=timeout_s, start=start)
 
 
 def hf_config(name: str, layers: int, device: str) -> dict[str, Any]:
@@ -63,20 +64,37 @@ def hf_config(name: str, layers: int, device: str) -> dict[str, Any]:
     return config | (narrow if device == "cpu" else {})
 
 
-def measure(name: str, layers: int, recompute: str, device: str) -> dict[str, Any]:
-    """A process's job: with as many of `layers` as the device has room for by the plan."""
-    room = free_bytes(device)
-    for fewer in range(layers, 0, -1):
+def measure(file: str, label: str, device: str) -> dict[str, Any]:
+    """A process's job: puts the parts `label` and `label: longest` into a file, and returns the
+    first of them."""
+    parts = Parts(Path(file))
+    name, layers, recompute = label.split(":")
+    asked = min(int(layers), CPU_LAYERS) if device == "cpu" else int(layers)
+    with tempfile.TemporaryDirectory() as folder:
+        one = fitting(Path(folder), name, asked, recompute, device)
+        found: dict[str, Any] = {"layers_asked": asked}
+        for more in one.figures():
+            found |= more
+            parts.put(label, found)
+        parts.part(f"{label}: longest", one.longest)
+    return found
+
+
+def fitting(folder: Path, name: str, asked: int, recompute: str, device: str) -> Slice:
+    """With as many of the layers as the device has room for by the plan. Raises BenchmarkError when
+    that is none."""
+    room = free_bytes(device) - LEFT_FREE
+    needed = 0
+    for fewer in range(asked, 0, -1):
         config = hf_config(name, fewer, device)
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            one = Slice(Path(folder), config, recompute, device)
-            needed = one.planned().total
-            if needed <= room:
-                return {"layers_asked": layers} | one.measure()
+        (folder / "config.json").write_text(json.dumps(config))
+        one = Slice(folder, config, recompute, device)
+        needed = one.planned().total
+        if needed <= room:
+            return one
     raise BenchmarkError(
-        f"one layer of {name} needs {needed / 2**30:.1f} GiB by the plan, and "
-        f"{room / 2**30:.1f} GiB are free"
+        f"one layer of {name} needs {needed / 2**30:.1f} GiB by the plan, and {room / 2**30:.1f} "
+        f"GiB are free beside {LEFT_FREE / 2**30:g}"
     )
 
 
@@ -109,34 +127,33 @@ class Slice:
         self.spec = AdapterSpec.build(shape, self.config.adapter, servable=False)
         self.facts = facts.find(str(folder))
 
-    def measure(self) -> dict[str, Any]:
+    def figures(self) -> Iterator[dict[str, Any]]:
+        """Each as soon as it is found."""
+        yield {"layers": self.spec.shape.num_layers, "recompute": self.recompute}
         worker, build_s = self._start()
         from lora_moe_rl.verify.inputs import random_batch
 
         lengths = (self.tokens, self.tokens + 1)
         batch, table = random_batch(self.spec, samples=self.sequences, lengths=lengths)
         sequences = [ids.tolist() for ids in batch.token_ids]
-        self._forget_peak()
-        calls: dict[str, Callable[[], object]] = {
-            "update": lambda: worker.update(batch, table),
-            "forward": lambda: worker.score(sequences, table, True),
-            "forward_base": lambda: worker.score(sequences, table, False),
-        }
-        seconds = {"update": self._seconds(calls["update"])}
-        peak = self._peak()
-        seconds |= {name: self._seconds(calls[name]) for name in ("forward", "forward_base")}
         tokens = sum(len(ids) - 1 for ids in batch.token_ids)
-        result = {
-            "layers": self.spec.shape.num_layers, "recompute": self.recompute, "tokens": tokens,
-            "build_s": build_s, "seconds": seconds, "tokens_per_s": tokens / seconds["update"],
-            "memory": self._memory(worker.memory(), peak),
-        }  # fmt: skip
-        work = flops(self.facts, self.spec, self.tokens - 1, self.recompute)
-        return result | {
-            "tflop_s": tflop_s(work, tokens, seconds),
-            "mfu": self._mfu(work, tokens, seconds),
-            "longest": longest(calls["update"], self.cuda),
+        yield {"build_s": build_s, "tokens": tokens}
+        self._forget_peak()
+        self.update = lambda: worker.update(batch, table)
+        seconds = {"update": self._seconds(self.update)}
+        yield {
+            "tokens_per_s": tokens / seconds["update"],
+            "memory": self._memory(worker.memory(), self._peak()),
         }
+        work = flops(self.facts, self.spec, self.tokens - 1, self.recompute)
+        yield self._speeds(work, tokens, seconds)
+        for name, adapted in (("forward", True), ("forward_base", False)):
+            seconds[name] = self._seconds(lambda on=adapted: worker.score(sequences, table, on))
+            yield self._speeds(work, tokens, seconds)
+
+    def longest(self) -> list[tuple[str, float, int]]:
+        """Of an update; after `figures`."""
+        return longest(self.update, self.cuda)
 
     def _start(self):
         """The rank, and the seconds that it took."""
@@ -163,15 +180,15 @@ class Slice:
             taken.append(time.perf_counter() - started)
         return min(taken[1:])
 
-    def _mfu(self, work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, float] | None:
-        """Shares of the GPU's dense bfloat16 peak; None for one that the planner does not know."""
+    def _speeds(self, work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, Any]:
+        """`mfu`: shares of the GPU's dense bfloat16 peak; None for one that the planner does not
+        know."""
         import torch
 
-        peak = peak_of(torch.cuda.get_device_name()) if self.cuda else None
-        if peak is None:
-            return None
         found = tflop_s(work, tokens, seconds)
-        return {name: 1e12 * value / peak for name, value in found.items()}
+        peak = peak_of(torch.cuda.get_device_name()) if self.cuda else None
+        mfu = None if peak is None else {name: 1e12 * one / peak for name, one in found.items()}
+        return {"seconds": dict(seconds), "tflop_s": found, "mfu": mfu}
 
     def _memory(self, held: dict[str, int], peak: dict[str, int]) -> dict[str, Any]:
         """Bytes: by the plan, held of it, and at the most. `held_of_plan` and `peak_of_plan`: the
@@ -215,7 +232,7 @@ def tflop_s(work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, fl
         "forward": work.forward,
         "forward_base": 2 * work.active + work.attention,
     }
-    return {name: per * tokens / seconds[name] / 1e12 for name, per in operations.items()}
+    return {name: operations[name] * tokens / taken / 1e12 for name, taken in seconds.items()}
 
 
 def longest(call: Callable[[], object], cuda: bool) -> list[tuple[str, float, int]]:
