@@ -4,7 +4,6 @@ themselves run in tests/integration/test_bench_gpu.py."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -15,8 +14,7 @@ import pytest
 from lora_moe_rl import cli
 from lora_moe_rl.bench.gpu import command
 from lora_moe_rl.bench.gpu.parts import ENDS, Parts
-from lora_moe_rl.bench.gpu.stages import STAGES, probe, slices
-from lora_moe_rl.bench.gpu.stages.tests import read
+from lora_moe_rl.bench.gpu.stages import STAGES, probe, slices, tests
 from lora_moe_rl.errors import BenchmarkError, ConfigError
 
 
@@ -164,18 +162,51 @@ def test_attention_is_measured_by_what_torch_chooses_and_by_each_kernel():
         assert "No viable backend" in taken["cudnn_attention"]
 
 
-def test_how_tests_ended_is_read_from_pytests_own_report(tmp_path):
-    file = tmp_path / "test_some.py"
+@pytest.mark.seconds
+def test_how_each_test_ended_is_there_once_it_has_ended(tmp_path):
+    """One waits for what the test before it has written, one hangs, and the last ends pytest."""
+    file, parts = tmp_path / "test_some.py", Parts(tmp_path / "kernels.json")
     file.write_text(
-        "import pytest\n"
+        "import json, os, pytest, time\n"
         "def test_good(record_property): record_property('waits', '3')\n"
+        "def test_seen():\n"
+        f"    found = json.load(open({str(parts.path)!r}))['some']\n"
+        "    assert found['tests'][0]['name'] == 'test_good'\n"
+        "    assert found['running'] == 'test_seen'\n"
         "def test_bad(): assert 1 == 2\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+        "def test_hangs(): time.sleep(60)\n"
+        "def test_ends(): os._exit(7)\n"
     )
-    report = tmp_path / "report.xml"
-    words = [sys.executable, "-m", "pytest", "-q", str(file), f"--junitxml={report}"]
-    subprocess.run(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    good, bad, skipped = read(report)
-    assert (good["end"], good["waits"]) == ("passed", "3")
+    assert tests.run_pytest(parts, "some", file, 1) == 7
+    found = parts.values["some"]
+    good, seen, bad, skipped, hangs = found["tests"]
+    assert (good["end"], good["waits"], seen["end"]) == ("passed", "3", "passed")
     assert bad["end"] == "failed" and "assert 1 == 2" in bad["message"]
     assert (skipped["end"], skipped["message"]) == ("skipped", "no GPU")
+    assert hangs["end"] == "failed" and "Timeout" in hangs["message"] and hangs["seconds"] < 10
+    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
+    assert found["running"] == "test_ends"
+
+
+def test_tests_that_fail_are_a_part_that_failed(tmp_path, monkeypatch):
+    parts = Parts(tmp_path / "kernels.json")
+    one = {"name": "test_one", "end": "passed"}
+
+    def ran(values: dict, code: int):
+        def run_pytest(parts, name, path, one_test_s):
+            parts.put(name, values)
+            return code
+
+        monkeypatch.setattr(tests, "run_pytest", run_pytest)
+        tests.run(parts, "cuda", "test_kernels.py")
+        return parts.values["test_kernels.py"]
+
+    bad = {"tests": [one, one | {"name": "test_two", "end": "failed"}], "counts": {"passed": 1}}
+    assert ran(bad, 1) == bad | {"error": "BenchmarkError: 1 tests failed: test_two"}
+    half = {"tests": [one], "counts": {"passed": 1}, "running": "test_two"}
+    assert "exit code -11 in test_two" in ran(half, -11)["error"]
+    none = {"tests": [one | {"end": "skipped"}], "counts": {"skipped": 1}}
+    assert "no test of test_kernels.py ran" in ran(none, 0)["error"]
+    good = {"tests": [one], "counts": {"passed": 1}}
+    assert ran(good, 0) == good

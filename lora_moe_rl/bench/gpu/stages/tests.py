@@ -2,67 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.bench.gpu import recorder
+from lora_moe_rl.bench.gpu.parts import Parts, left_s
 from lora_moe_rl.errors import BenchmarkError
+from lora_moe_rl.upstream.versions import importable
 
 ROOT = Path(__file__).resolve().parents[4]
-ENDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+ONE_TEST = 3  # a test that hangs takes this part of the time that is left
 NO_TESTS = 5  # pytest's exit code
 
 
 def run(parts: Parts, device: str, *files: str) -> None:
     for file in files:
-        parts.part(file, lambda file=file: outcome(file, device))
-        _raise_failures(parts, file)
+        parts.part(file, lambda file=file: outcome(parts, file, device))
 
 
-def outcome(file: str, device: str) -> dict[str, Any]:
-    """Raises BenchmarkError when pytest could not run the file, and on a GPU when no test of it
-    ran."""
+def outcome(parts: Parts, file: str, device: str) -> dict[str, Any]:
+    """Raises BenchmarkError when tests failed, when pytest could not run the file, and on a GPU
+    when no test of it ran."""
     path = ROOT / "tests/gpu" / file
     if not path.is_file():
         raise BenchmarkError(f"{path} is not there: run this in a clone of the repository")
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
-        code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT).returncode
-        if not report.is_file():
-            raise BenchmarkError(f"pytest ended with exit code {code}, and no report")
-        cases = read(report)
-    counts = Counter(case["end"] for case in cases)
-    if code == NO_TESTS or (device == "cuda" and not counts["passed"] + counts["failed"]):
-        raise BenchmarkError(f"no test of {file} ran: {dict(counts)}")
-    return {"counts": dict(counts), "tests": cases}
+    code = run_pytest(parts, file, path, left_s() / ONE_TEST)
+    found = parts.values.get(file, {})
+    tests, counts = found.get("tests", ()), found.get("counts", {})
+    if failed := [test["name"] for test in tests if test["end"] == "failed"]:
+        raise BenchmarkError(f"{len(failed)} tests failed: {', '.join(failed)}"[:500])
+    if code not in (0, NO_TESTS):
+        raise BenchmarkError(f"pytest ended with exit code {code} in {found.get('running')}")
+    if device == "cuda" and not counts.get("passed"):
+        raise BenchmarkError(f"no test of {file} ran: {counts}")
+    return found
 
 
-def read(report: Path) -> list[dict[str, Any]]:
-    """The tests of a JUnit file."""
-    cases = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        ends = [child for child in case if child.tag in ENDS]
-        cases.append(
-            {
-                "name": case.get("name"),
-                "end": ENDS[ends[0].tag] if ends else "passed",
-                "seconds": float(case.get("time", 0)),
-                **({"message": (ends[0].get("message") or "")[:500]} if ends else {}),
-                **{one.get("name", ""): one.get("value") for one in case.iter("property")},
-            }
-        )
-    return cases
-
-
-def _raise_failures(parts: Parts, file: str) -> None:
-    """A file with tests that failed is a part that failed, which has its figures none the less."""
-    found = parts.values[file]
-    failed = [case["name"] for case in found.get("tests", ()) if case["end"] == "failed"]
-    if failed:
-        parts.put(file, found | {"error": f"{len(failed)} tests failed: {', '.join(failed)}"[:500]})
+def run_pytest(parts: Parts, name: str, path: Path, one_test_s: float) -> int:
+    """Pytest's exit code. What it finds is put as the part `name`, test by test."""
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
+    if importable("pytest_timeout"):
+        command.append(f"--timeout={one_test_s:.0f}")
+    environment = {recorder.FILE: str(parts.path.resolve()), recorder.PART: name}
+    return subprocess.run(
+        [*command, "-p", recorder.__name__], cwd=ROOT, env=os.environ | environment
+    ).returncode
