@@ -94,35 +94,43 @@ def _live(
     """A stage's process from its start to its end: its exit code, None when its time was up; and
     what of it is still there."""
     mark = uuid.uuid4().hex
-    with open(log, "wb") as output:
-        process = psutil.Popen(
-            [*job.command, str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **env, MARK: mark, ENDS: str(time.time() + limit_s)},
-        )
-    seen: set[psutil.Process] = {process}
+    environment = {**os.environ, **env, MARK: mark, ENDS: str(time.time() + limit_s)}
     deadline = time.monotonic() + limit_s
+    seen: set[psutil.Process] = set()
     try:
+        process = _start([*job.command, str(file)], log, environment)
+        seen.add(process)
         while (code := process.poll()) is None and time.monotonic() < deadline:
             with suppress(psutil.Error):
                 seen.update(process.children(recursive=True))
             time.sleep(POLL_S)
-    finally:  # Ctrl-C, too, ends the stage
-        rest = _end(process, seen, mark)
+    finally:  # Ctrl-C, too, ends the stage, also one that was just being started
+        rest = _end(seen, mark)
     return code, rest
 
 
-def _end(process: psutil.Popen, seen: set[psutil.Process], mark: str) -> list[str]:
+def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> psutil.Popen:
+    with open(log, "wb") as output:
+        return psutil.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def _end(seen: set[psutil.Process], mark: str) -> list[str]:
     """Ends all that a stage has started: its session, what was seen to come of it, and whatever
     has its mark. Returns what does not end: a process inside the driver cannot be killed."""
     deadline = time.monotonic() + GONE_S
+    sessions = [one for one in seen if isinstance(one, psutil.Popen)]
     while True:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.poll()  # reaps it
+        for one in sessions:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.poll()  # reaps it
         alive = [p for p in {*seen, *marked(MARK, mark)} if _alive(p)]
         if not alive or time.monotonic() > deadline:
             return [f"{p.pid} {_words(p)}" for p in alive]

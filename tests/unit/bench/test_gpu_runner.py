@@ -89,6 +89,19 @@ def test_a_later_call_replaces_the_stages_that_it_names(tmp_path):
     }
 
 
+def test_an_interrupt_while_a_stage_is_started_ends_it(tmp_path, monkeypatch):
+    begun, start = [], runner._start
+
+    def interrupted(*args):
+        begun.append(start(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, job("stage", "hangs"))
+    assert begun[0].wait(timeout=10) != 0
+
+
 def test_results_are_written_after_each_stage_and_an_interrupt_ends_the_one_that_runs(
     tmp_path, monkeypatch
 ):
