@@ -34,6 +34,15 @@ def deepseek_v3(**sizes: Any):
     return DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK_V3 | sizes)).float()
 
 
+def save_tiny(folder: Path, name: str) -> None:
+    """The tiny shape of this name, and its tokenizer. It has learned nothing."""
+    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
+    from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+    save_random(folder, lambda: build_model(name), EXTRA_CONFIG[name])
+    make_tokenizer().save_pretrained(folder)
+
+
 def make_model(folder: Path) -> int:
     """The tiny Qwen3-MoE shape without an end-of-sequence token: no response can end before the
     length limit, so that every step is the same work. Returns the parameter count."""

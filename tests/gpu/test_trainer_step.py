@@ -6,14 +6,16 @@ Run with `make test-gpu`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tiny_families
 import torch
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.models.directory import resolve_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,8 +26,8 @@ pytestmark = [
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
-def make_config(model: str, **trainer) -> RunConfig:
-    return RunConfig(model=model, trainer={"lr": 1e-3, "micro_batch_tokens": 60, **trainer})
+def make_config(model: Path, **trainer) -> RunConfig:
+    return RunConfig(model=str(model), trainer={"lr": 1e-3, "micro_batch_tokens": 60, **trainer})
 
 
 def train(worker, spec):
@@ -39,16 +41,18 @@ def train(worker, spec):
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
-def reference(request):
-    config = make_config(request.param, device="cpu")
-    return request.param, run_ranks(config, resolve_model(request.param), train)[0]
+def reference(request, tmp_path_factory):
+    """A tiny model with random weights, and what a step of it is on the CPU."""
+    model = tmp_path_factory.mktemp(request.param)
+    tiny_families.save(request.param, model)
+    return model, run_ranks(make_config(model, device="cpu"), model, train)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_equals_the_cpu_float32_reference(reference, dtype):
     model, (scores, result, shards) = reference
     config = make_config(model, device="cuda", dtype=dtype)
-    got_scores, got, got_shards = run_ranks(config, resolve_model(model), train)[0]
+    got_scores, got, got_shards = run_ranks(config, model, train)[0]
     tolerance = TOLERANCE[dtype]
     for ours, expected in zip(got_scores, scores, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance)
@@ -58,7 +62,7 @@ def test_step_equals_the_cpu_float32_reference(reference, dtype):
         assert got.metrics[name] == pytest.approx(
             result.metrics[name], rel=tolerance, abs=tolerance
         ), name
-    spec = spec_of(resolve_model(model), config)
+    spec = spec_of(model, config)
     whole = assemble(spec.tensor_shapes, got_shards)
     for name, expected in assemble(spec.tensor_shapes, shards).items():
         # Adam's first step is lr * sign(gradient): it shows the sign of every gradient.

@@ -7,6 +7,7 @@ import asyncio
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from lora_moe_rl import cli
 from lora_moe_rl.bench.gpu import command
 from lora_moe_rl.bench.gpu.parts import ENDS, Parts
-from lora_moe_rl.bench.gpu.stages import STAGES, probe, slices, tests
+from lora_moe_rl.bench.gpu.stages import STAGES, demo, probe, slices, tests
 from lora_moe_rl.errors import BenchmarkError, ConfigError
 
 
@@ -137,6 +138,31 @@ def test_an_engine_whose_version_does_not_arrive_has_its_other_figures(tmp_path)
     ]  # fmt: skip
     assert parts.failed == ["tiny: publish by shm", "tiny: tokens_per_s"]
     assert parts.values["tiny: publish by cuda_ipc"] == [{"total": 1.0}]
+
+
+def test_without_the_tiny_model_the_demo_has_random_weights(tmp_path, monkeypatch):
+    """And is not pre-trained, as an empty cache would have it."""
+    monkeypatch.setenv("LORA_MOE_RL_CACHE", str(tmp_path / "cache"))
+    asked = []
+
+    def steps(device, *settings):
+        asked.extend(settings)
+        folder = Path(settings[0].partition("=")[2])
+        assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
+        return []
+
+    monkeypatch.setattr(demo, "steps", steps)
+    parts = Parts(tmp_path / "demo.json")
+    demo.run(parts, "cpu")
+    assert parts.values == {"model": "random weights", "steps": []}
+    assert [one.partition("=")[0] for one in asked] == ["model", "reward.function"]
+    assert demo.digits(["12+", "", "="], answer=["", "", ""]) == [2 / 3, 0, 0]
+    assert probe.tiny_model().startswith("not in the cache")
+    monkeypatch.setattr(demo, "find_tiny", lambda name: tmp_path)
+    asked.clear()
+    monkeypatch.setattr(demo, "steps", lambda device, *settings: asked.extend(settings) or [])
+    demo.run(parts, "cpu")
+    assert parts.values["model"] == "pre-trained" and asked == []
 
 
 @pytest.mark.seconds

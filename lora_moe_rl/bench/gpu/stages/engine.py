@@ -21,6 +21,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.bench.gpu.parts import Parts
 from lora_moe_rl.bench.gpu.stages.slices import hf_config
+from lora_moe_rl.bench.model import save_tiny
 from lora_moe_rl.config import RefitConfig, RunConfig
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.refit import transports
@@ -59,7 +60,7 @@ def measure(parts: Parts, name: str, device: str, graphs: bool) -> dict[str, flo
         if name == WIDE:
             save_config(Path(folder), hf_config(WIDE, WIDE_LAYERS[device], device))
         else:
-            save_model(name, Path(folder))
+            save_tiny(Path(folder), name)
         kind = WideEngine if name == WIDE else RolloutEngine
         bench = Bench(Path(folder), device, graphs, kind)
         # First: the engine takes the cores. The weights of a wide one nobody else has.
@@ -215,16 +216,6 @@ class Bench:
         answers = await asyncio.gather(*(engine._request(ids, params, version) for ids in prompts))
         made = sum(len(one.token_ids) for answer in answers for one in answer.outputs)
         return made / (time.perf_counter() - started)
-
-
-def save_model(name: str, folder: Path) -> None:
-    """A tiny shape with random weights, as a Hugging Face directory."""
-    from lora_moe_rl.bench.model import save_random
-    from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
-    from lora_moe_rl.tiny.tokenizer import make_tokenizer
-
-    save_random(folder, lambda: build_model(name), EXTRA_CONFIG[name])
-    make_tokenizer().save_pretrained(folder)
 
 
 def save_config(folder: Path, config: dict[str, Any]) -> None:

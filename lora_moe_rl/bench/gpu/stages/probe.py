@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 from lora_moe_rl.bench.gpu.parts import Parts
+from lora_moe_rl.bench.gpu.stages.demo import TINY
+from lora_moe_rl.tiny.make import find_tiny
 from lora_moe_rl.upstream.doctor import examine
 
 GIB = 2**30
@@ -34,6 +36,7 @@ HOST_BYTES = {"cuda": GIB, "cpu": 2**22}
 def run(parts: Parts, device: str) -> None:
     parts.part("machine", machine)
     parts.part("packages", packages)
+    parts.part("tiny_model", tiny_model)
     parts.part("ceilings", lambda: ceilings(device))
     parts.part("host_copies", lambda: host_copies(device))
     parts.part("grouped_mm", lambda: grouped_mm(device))
@@ -58,6 +61,12 @@ def machine() -> dict[str, Any]:
 def packages() -> dict[str, str]:
     """What `lora-moe-rl doctor` finds."""
     return {one.name: f"{one.state}: {one.found}" for one in examine()}
+
+
+def tiny_model() -> str:
+    """Where the pre-trained model of the demo is, if it is there."""
+    found = find_tiny(TINY)
+    return str(found) if found else "not in the cache: the demo takes random weights"
 
 
 def ceilings(device: str) -> dict[str, float]:
