@@ -21,6 +21,7 @@ from lora_moe_rl.errors import CheckpointError, ConfigError, LoraMoeRlError
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.spec import AdapterSpec
     from lora_moe_rl.endpoint.listening import Listening
+    from lora_moe_rl.endpoint.rendering import Chats
 
 ABOUT = """\
 Serve a run's newest adapter versions and its base, or a model alone, by one rollout engine of this
@@ -37,22 +38,27 @@ examples:
 """
 IDLE_S = 3600.0
 VERSIONS = 2
-# What a setting may set: SOURCE and options say all else.
-READ = ("rollout.", "model.max_length", "model.chat_template", "model.revision",
-        "model.trust_remote_code", "trainer.dtype", "trainer.fp8_forward")  # fmt: skip
-# Of rollout.*, what is a run's: how it samples, and what it does about its engines.
-OF_RUNS = ("engines", "least_engines", "gpus_per_engine", "max_response_tokens", "temperature",
-           "start_timeout_s", "max_restarts", "silent_s", "max_silences")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is served: `versions` are whole adapters by version, none for the base alone."""
+    """What is served: `versions` are whole adapters by version, none for the base alone.
+    `template`: where the chat template comes from, in words."""
 
     config: RunConfig
     spec: AdapterSpec
     model_dir: Path
     versions: dict[int, dict[str, np.ndarray]]
+    template: str
+
+    def chats(self, calls: str) -> Chats:
+        """What renders messages: with the tokenizer of the model and the template of the config."""
+        from lora_moe_rl.endpoint.rendering import Chats
+        from lora_moe_rl.models.tokenizer import load_tokenizer
+
+        model = self.config.model
+        tokenizer = load_tokenizer(self.model_dir, model.trust_remote_code, model.chat_template)
+        return Chats(tokenizer, calls)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,20 +123,22 @@ def planned(options: argparse.Namespace) -> Plan:
 
 def _of_model(options: argparse.Namespace) -> Plan:
     from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+    from lora_moe_rl.endpoint.served_config import template_in_words, with_settings
     from lora_moe_rl.files.untrusted import read_json
     from lora_moe_rl.models.directory import resolve_model
 
     if options.base is not None:
         raise ConfigError(f"--base {options.base} has no effect: {options.source} is the base")
     _check_versions(options, of="a model")
-    config = _with_settings(RunConfig(model=options.source), options.settings, 1)
+    config = with_settings(RunConfig(model=options.source), options.settings, 1)
     model_dir = resolve_model(options.source, config.model.revision, named="SOURCE ")
     shape = ModelShape.from_hf_config(read_json(model_dir / "config.json"))
-    return Plan(config, AdapterSpec.build(shape, config.adapter), model_dir, {})
+    template = template_in_words(config, None)
+    return Plan(config, AdapterSpec.build(shape, config.adapter), model_dir, {}, template)
 
 
 def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:
-    from lora_moe_rl.config.recipes import load_config
+    from lora_moe_rl.endpoint.served_config import template_in_words, trained_with, with_settings
     from lora_moe_rl.files import adapter_source, checkpoint
     from lora_moe_rl.models.directory import resolve_model
 
@@ -156,10 +164,9 @@ def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:
                 versions[_version_of(one)] = found.tensors
             else:
                 print(f"left out: {one} holds an adapter of other ranks", file=sys.stderr)
-    saved = path / "config.yaml"
-    config = load_config(str(saved)) if saved.is_file() else newest.config
-    config = _with_settings(config, options.settings, len(versions))
-    return Plan(config, newest.spec, model_dir, versions)
+    trained = trained_with(path, newest)
+    config = with_settings(trained.config, options.settings, len(versions))
+    return Plan(config, newest.spec, model_dir, versions, template_in_words(config, trained))
 
 
 def _check_versions(options: argparse.Namespace, of: str) -> None:
@@ -176,32 +183,6 @@ def _version_of(path: Path) -> int:
     return checkpoint.read_manifest(path)["trainer"]["version"]
 
 
-def _with_settings(config: RunConfig, settings: list[str], slots: int) -> RunConfig:
-    """For one engine with so many slots, and for the one rank that fills them. Raises ConfigError
-    for an adapter that no engine serves beside its base."""
-    from lora_moe_rl.config import TrainerConfig
-    from lora_moe_rl.config.overrides import override, parse_arguments
-    from lora_moe_rl.files.unchanged import flat
-
-    for key in (key for layer in parse_arguments(settings) for key in flat(layer)):
-        if not key.startswith(READ) or key.removeprefix("rollout.") in OF_RUNS:
-            read = ", ".join(f"{one}*" if one.endswith(".") else one for one in READ)
-            raise ConfigError(
-                f"serve does not read {key}; it reads {read} but for {', '.join(OF_RUNS)}: how a "
-                "client samples stands in its requests, and there is one engine"
-            )
-    config = override(config, settings)
-    if config.refit.mode == "merged":
-        raise ConfigError(
-            "refit.mode=merged: this adapter is served merged into its base alone; write that with "
-            "`lora-moe-rl export --to merged`, and serve it as a model"
-        )
-    one_rank = TrainerConfig(dtype=config.trainer.dtype)
-    refit = config.refit.model_copy(update={"slots": slots})
-    rollout = config.rollout.model_copy(update={"engines": 1})
-    return config.model_copy(update={"trainer": one_rank, "refit": refit, "rollout": rollout})
-
-
 async def _serve(
     plan: Plan, listening: Listening, key: str | None, options: argparse.Namespace
 ) -> int:
@@ -210,13 +191,10 @@ async def _serve(
     from lora_moe_rl.endpoint.app import Endpoint
     from lora_moe_rl.endpoint.engine import Served, ServingEngine
     from lora_moe_rl.endpoint.owning import ROUTES
-    from lora_moe_rl.endpoint.rendering import Chats
     from lora_moe_rl.endpoint.sessions import Sessions
-    from lora_moe_rl.models.tokenizer import load_tokenizer
 
-    config, model = plan.config, plan.config.model
-    tokenizer = load_tokenizer(plan.model_dir, model.trust_remote_code, model.chat_template)
-    chats = Chats(tokenizer, options.calls)
+    config, chats = plan.config, plan.chats(options.calls)
+    print(f"chat template: {plan.template}; model.max_length={config.model.max_length}")
     deaths: list[LoraMoeRlError] = []
 
     def died(error: LoraMoeRlError) -> None:

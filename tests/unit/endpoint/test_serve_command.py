@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from engine_fixtures import save_random_model
+from template_run import save_run
 
+from lora_moe_rl.cli import main
 from lora_moe_rl.endpoint import command
 from lora_moe_rl.errors import ConfigError, ModelError
+
+OWN = "{% for m in messages %}<<{{ m.content }}>>{% endfor %}"
+MESSAGES = [{"role": "user", "content": "2+3="}]
 
 
 def planned(*words: str) -> command.Plan:
@@ -52,3 +59,50 @@ def test_what_it_does_not_read_is_refused(model, word, said, tmp_path, monkeypat
 def test_a_source_that_is_none_is_called_so():
     with pytest.raises(ModelError, match="^SOURCE 'nowhere' is not a directory"):
         planned("nowhere")
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    settings = {"model": {"max_length": 96}, "rollout": {"stop": ("@",), "max_response_tokens": 8}}
+    return save_run(tmp_path / "run", model, "of a later life", noted=OWN, **settings)
+
+
+@pytest.fixture
+def peft(run, tmp_path):
+    assert main(["export", str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    return tmp_path / "peft"
+
+
+def ids(plan: command.Plan) -> list[int]:
+    return plan.chats("json").whole(MESSAGES, (), {})
+
+
+def test_a_run_its_checkpoint_and_what_is_exported_of_it_render_alike(run, peft, model):
+    checkpoint = run / "checkpoints/step-000003"
+    found = [ids(planned(source)) for source in (run, checkpoint, peft)]
+    assert found == [planned(model).chats("json").encode("<<2+3=>>")] * 3
+    assert planned(run).template == planned(checkpoint).template == f"that of {run} at step-000003"
+    assert planned(peft).template == f"{peft}/chat_template.jinja"
+    assert planned(model).template == "the tokenizer's own"
+
+
+def test_a_checkpoint_is_served_with_the_settings_of_its_step(model, tmp_path):
+    settings = {"model": {"max_length": 96}, "rollout": {"stop": ("@",), "max_response_tokens": 8}}
+    run = save_run(tmp_path / "run", model, None, **settings)
+    for source in (run, run / "checkpoints/step-000003"):
+        config = planned(source).config
+        assert (config.model.max_length, config.rollout.stop) == (96, ("@",))
+        assert planned(source, "model.max_length=64").config.model.max_length == 64
+    shutil.move(run / "checkpoints/step-000003", tmp_path)
+    alone = planned(tmp_path / "step-000003")
+    assert (alone.config.model.max_length, alone.template) == (512, "the tokenizer's own")
+
+
+def test_a_template_of_the_command_line_takes_the_place_of_the_runs(run, peft, model, tmp_path):
+    (tmp_path / "mine.jinja").write_text("mine")
+    for word in ("model.chat_template=mine", f"model.chat_template_file={tmp_path}/mine.jinja"):
+        for source in (run, run / "checkpoints/step-000003", peft, model):
+            plan = planned(source, word)
+            assert plan.chats("json").tokenizer.chat_template == "mine"
+            assert plan.template == "that of the command line"
+    assert planned(peft, "model.chat_template=null").template == "the tokenizer's own"

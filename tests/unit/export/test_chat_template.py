@@ -6,28 +6,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_families
-from checkpoints import write_checkpoint
-from safetensors.numpy import save_file
+from template_run import save_run
 from transformers import AutoTokenizer
 
-from lora_moe_rl.adapters.families import ModelShape
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cli import main
-from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.export import chat_template
-from lora_moe_rl.files import settings_file
-from lora_moe_rl.models.fingerprint import base_record
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 OWN = "{% for m in messages %}<<{{ m.content }}>>\n{% endfor %}é"
 BASES = "{% for m in messages %}PLANTED{% endfor %}"
 LATER = "{% for m in messages %}of a later life{% endfor %}"
 MESSAGES = [{"role": "user", "content": "2+3="}]
-STEP = 3
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +34,6 @@ def base(tmp_path_factory) -> Path:
         path = folder / name
         settings = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(settings | {"chat_template": BASES}))
-    return folder
-
-
-def save_run(folder: Path, base: Path, template: str | None, noted: str | None = None) -> Path:
-    """A run whose config.yaml has `template`, and whose settings.json, if it has one, says that the
-    checkpoint was made with `noted`."""
-    config = RunConfig(model={"path": str(base), "chat_template": template}, adapter={"rank": 2})
-    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
-    spec = AdapterSpec.build(shape, config.adapter)
-    tensors = {
-        f"adapter|{name}|{','.join('0' * len(size))}": np.full(size, 0.01, np.float32)
-        for name, size in spec.tensor_shapes.items()
-    }
-    metadata = {
-        "step": STEP,
-        "adapter": config.adapter.model_dump(mode="json"),
-        "base": base_record(str(base), base),
-    }
-    with write_checkpoint(folder / "checkpoints", STEP, 1, metadata) as directory:
-        save_file(tensors, directory / "trainer_00000.safetensors")
-    (folder / "config.yaml").write_text(to_yaml(config))
-    if noted is not None:
-        model = {"path": str(base), "chat_template": noted}
-        settings_file.note(folder, 0, RunConfig(model=model, adapter={"rank": 2}))
-        settings_file.note(folder, STEP, config)
     return folder
 
 
