@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,7 +251,9 @@ class LateLLM:
 
 
 async def test_all_that_an_older_version_samples_is_ended_and_nothing_else(monkeypatch):
-    engine = RolloutEngine(RunConfig(), "model", None, 0)
+    engine = RolloutEngine(
+        RunConfig(), "model", SimpleNamespace(shape=SimpleNamespace(vocab_size=9)), 0
+    )
     engine.llm, engine.receipts, engine.sampling = LateLLM(), {1: None, 2: None}, None
     monkeypatch.setattr(outputs, "params_of", lambda *_: None)
     monkeypatch.setattr(engine, "_lora_request", lambda version: engine.receipts[version])

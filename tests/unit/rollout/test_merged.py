@@ -54,7 +54,8 @@ class FakeLLM:
 
 def make_engine(timeout_s: float = 30) -> MergedRolloutEngine:
     config = RunConfig(refit={"mode": "merged", "timeout_s": timeout_s})
-    engine = MergedRolloutEngine(config, "model", SimpleNamespace(), 0)
+    spec = SimpleNamespace(shape=SimpleNamespace(vocab_size=10))
+    engine = MergedRolloutEngine(config, "model", spec, 0)
     engine.llm, engine.layouts = FakeLLM(), LAYOUTS
     return engine
 
