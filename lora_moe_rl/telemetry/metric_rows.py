@@ -64,7 +64,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("loss/weight_bounded", "share of tokens", "down", "tokens whose correction weight was bounded", "", ""),
     ("loss/weight_norm", "", "", "what algorithm.correction_normalize divides the weights by", "rollout_corr/rollout_is_batch_norm_factor", ""),
     ("loss/rejected_tokens", "tokens", "down", "tokens that algorithm.rejection took out of the loss, by the policy before the update", "rollout_corr/rollout_rs_masked_fraction (a share)", ""),
-    ("loss/rejected_share", "share of tokens", "down", "with a rejection of the policy that is updated (off_policy): tokens in the loss that it gave a loss of 0, mean over all updates", "rollout_corr/rollout_rs_masked_fraction", ""),
+    ("loss/rejected_share", "share of tokens", "down", "with a rejection of the policy that is updated (off_policy, any with algorithm.anchor=rollout): tokens in the loss that it gave a loss of 0, mean over all updates", "rollout_corr/rollout_rs_masked_fraction", ""),
     ("loss/tokens", "tokens", "", "tokens in the loss, each once whatever algorithm.epochs", "", ""),
     ("reweight/kept", "share of samples", "", "with algorithm.reweight: samples that stand in the loss", "", ""),
     ("reweight/most", "", "", "with algorithm.reweight: the most times that one sample stands in the loss", "", ""),

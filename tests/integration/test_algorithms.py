@@ -39,6 +39,12 @@ PARTS = {
         "rejection_max": (4.0, 0.1),
         "correction": "tis",
     },
+    "bypass": {
+        "correction": "bypass_pg_geo_rs_token_tis",
+        "rejection_min": 0.8,
+        "rejection_max": 1.2,
+        "kl_coef": 0.1,
+    },
     "prompts": {"rejection": "tokens", **WIDE, "aggregation": "prompt-mean"},
     "reweighted": {"reweight": "pow", "aggregation": "seq-mean-token-mean", "anchor": "rollout"},
     "reweighted_vapo": {"name": "vapo", "reweight": "max_min", "critic_warmup": 0},

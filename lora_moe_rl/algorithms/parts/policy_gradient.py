@@ -67,8 +67,10 @@ class PolicyGradient(Algorithm):
         self._rejections: list[Rejection] = [
             PARTS["rejection"].find(own.rejection)(own) for own in settings_of_each(settings)
         ]
-        self._before = [one for one in self._rejections if one.rejects and not one.of_updated]
-        self._updated = [one for one in self._rejections if one.rejects and one.of_updated]
+        rejecting = [one for one in self._rejections if one.rejects]
+        at_rollout = settings.anchor == "rollout"
+        self._updated = [one for one in rejecting if one.of_updated or at_rollout]
+        self._before = [one for one in rejecting if one not in self._updated]
         own: dict[str, Reduce] = {"policy": "token_mean", "kl": "token_mean"}
         if self._updated:
             own["rejected_share"] = "token_mean"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Rejection(Part):
     """Base of all rejections. `level`: what it takes out, tokens or whole samples. `of_updated`:
-    whether it is asked in each loss, of the policy that is updated."""
+    whether it is asked in each loss, of the policy that is updated; any is with anchor=rollout."""
 
     rejects: ClassVar[bool] = True  # False for none
     of_updated: ClassVar[bool] = False

@@ -411,6 +411,36 @@ def test_off_policy_samples_are_trls(batch):
     assert 0 < expected.sum() < len(expected)
 
 
+BYPASSED = {
+    "bypass_ppo_clip_geo_rs": {},
+    "bypass_ppo_clip_k3_rs": {"rejection_max": 0.08},
+    "bypass_pg_geo_rs_token_tis": {"correction_max": 1.3},
+    "bypass_pg_geo_rs_seq_tis": {"correction_max": 1.5},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", list(BATCHES[0]["bypasses"]))
+def test_verls_bypasses_reject_by_the_policy_that_is_updated(batch, case):
+    """The policy has moved since the forward before the update, by which other tokens would go."""
+    name, how = case.split()
+    band = {} if "k3" in name else ratio_band(0.9, 1.2)
+    algorithm = made(correction=name, aggregation=how, mini_batches=2, **BYPASSED[name], **band)
+    logprobs = flat(batch, "new").requires_grad_()
+    tokens = packed(batch, logprobs=logprobs)
+    assert not algorithm.rejects
+    found = algorithm.loss(tokens)
+    kept = np.array(batch["mask"]).sum(axis=1)
+    scales = aggregate(how, kept, np.array(batch["groups"]), np.ones_like(kept), LONGEST)
+    total = mean_over(found.values, tokens, scales)
+    total.backward()
+    expected = batch["bypasses"][case]
+    assert_close(total.item(), expected["loss"])
+    assert_close(logprobs.grad, expected["gradient"])
+    share = found.metrics["rejected_share"][tokens.mask].mean()
+    assert share.item() == pytest.approx(expected["masked"], rel=1e-6)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_how_far_trainer_and_engine_are_apart_is_as_verl_says(batch):
     rollout, trainer = (np.array(batch[name]).ravel() for name in ("rollout", "old"))
