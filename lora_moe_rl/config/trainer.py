@@ -130,8 +130,9 @@ class TrainerConfig(Section):
     max_skipped_steps: int = Field(
         3,
         ge=1,
-        description="Stop after this many steps in a row with NaN or inf, without any reward, or "
-        "without a token in the loss.",
+        description="Stop after this many steps in a row with NaN or inf, without any reward, "
+        "without a token in the loss, or with a loss of 0 of every token by a correction or "
+        "rejection.",
     )
     max_restarts: int = Field(
         2, ge=0,

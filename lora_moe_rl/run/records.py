@@ -14,7 +14,8 @@ import numpy as np
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.algorithms.base import Signal
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig
+from lora_moe_rl.config import AlgorithmConfig, RunConfig
 from lora_moe_rl.data.samples import Group, Sample
 from lora_moe_rl.data.update_result import UpdateResult
 from lora_moe_rl.errors import NonFiniteError, NothingTrainedError, RewardError
@@ -164,7 +165,7 @@ class Records:
         self, step: int, groups: Sequence[Group], signals: Sequence[Signal], result: UpdateResult
     ) -> None:
         """Raises NonFiniteError when loss or gradients were not finite too often in a row,
-        NothingTrainedError when too often in a row no token was in the loss, and MismatchError when
+        NothingTrainedError when too often in a row no token taught anything, and MismatchError when
         trainer and engines are too far apart."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.nonfinite else 0
         limit = self.config.trainer.max_skipped_steps
@@ -179,18 +180,13 @@ class Records:
             self._mismatch.check(step, groups, signals, result)
 
     def _check_trained(self, result: UpdateResult) -> None:
-        """All optimizer steps skipped, and none for NaN: there was no token in the loss."""
-        none = result.skipped == self.config.algorithm.updates_per_step and not result.nonfinite
-        self._untrained_in_a_row = self._untrained_in_a_row + 1 if none else 0
+        why = _nothing_trained(self.config.algorithm, result)
+        self._untrained_in_a_row = self._untrained_in_a_row + 1 if why else 0
         limit = self.config.trainer.max_skipped_steps
         if self._untrained_in_a_row >= limit:
-            masked = result.metrics.get("replay/masked_tokens", 0.0)  # none without a rollout
-            rejected = result.metrics["loss/rejected_tokens"]
             raise NothingTrainedError(
-                f"no token was in the loss in {limit} steps in a row (trainer.max_skipped_steps="
-                f"{limit}): in the last one {masked:.0f} were left out for missing routes "
-                f"(replay.missing), {rejected:.0f} by the algorithm's rejection, the rest because "
-                "their samples have no weight (no reward, or algorithm.mask_truncated)"
+                f"nothing was learned in {limit} steps in a row (trainer.max_skipped_steps={limit}"
+                f"): in the last one {why}"
             )
 
     def step(self, facts: StepFacts, clock: Clock) -> None:
@@ -304,3 +300,31 @@ def _functions(config: RunConfig) -> str:
     """The run's rewards, each after the key that names it."""
     every = [one for functions in config.rewards().values() for one in functions]
     return ", ".join(dict.fromkeys(f"{one.key}={one.function}" for one in every))
+
+
+def _nothing_trained(algorithm: AlgorithmConfig, result: UpdateResult) -> str:
+    """Why no token of a step taught the policy anything; empty when one did. All optimizer steps
+    are left out, and none for NaN, when there was no token in the loss."""
+    metrics = result.metrics
+    if result.skipped == algorithm.updates_per_step and not result.nonfinite:
+        masked = metrics.get("replay/masked_tokens", 0.0)  # none without a rollout
+        return (
+            f"no token was in the loss: {masked:.0f} were left out for missing routes "
+            f"(replay.missing), {metrics['loss/rejected_tokens']:.0f} by the algorithm's "
+            "rejection, the rest because their samples have no weight (no reward, or "
+            "algorithm.mask_truncated)"
+        )
+    if not isinstance(algorithm, PolicyGradientConfig):
+        return ""
+    if metrics.get("loss/weight_squared") == 0:
+        return (
+            f"the weight of every token was 0, beyond the bounds of algorithm.correction="
+            f"{algorithm.correction}: mismatch/kl says how far engine and trainer are apart; take "
+            "a higher algorithm.correction_max, or a correction by token"
+        )
+    if metrics.get("loss/rejected_share") == 1:
+        return (
+            f"algorithm.rejection={algorithm.rejection} rejected every token: mismatch/kl says how "
+            "far engine and trainer are apart; take wider bounds"
+        )
+    return ""

@@ -316,10 +316,10 @@ class PolicyGradient(Algorithm):
         """Whose logprobs the loss's ratio is against, and of the weights the deviation and the
         effective sample size, a share of the tokens."""
         found = {"loss/anchor_rollout": float(self.settings.anchor == "rollout")}
-        if squared := metrics.get("loss/weight_squared"):
+        if (squared := metrics.get("loss/weight_squared")) is not None:
             mean = metrics["loss/weight"]
             found["loss/weight_std"] = math.sqrt(max(squared - mean**2, 0.0))
-            found["loss/weight_ess"] = mean**2 / squared
+            found["loss/weight_ess"] = mean**2 / squared if squared else 0.0
         return found
 
     def _kl(self, tokens: Tokens) -> Tensor | None:

@@ -190,6 +190,13 @@ def test_weights_by_hand():
         )
 
 
+def test_of_weights_that_are_all_0_deviation_and_sample_size_are_0():
+    summary = made("algorithm.correction=mis").summary(
+        {"loss/weight": 0.0, "loss/weight_squared": 0.0}
+    )
+    assert summary["loss/weight_std"] == summary["loss/weight_ess"] == 0
+
+
 def test_several_rejections_keep_what_all_of_them_keep():
     """Ratios of 1.05 and 0.9 in one sample, 3 in another, 1 in a third."""
     old = torch.zeros(4, dtype=torch.float64)

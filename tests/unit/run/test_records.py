@@ -59,6 +59,28 @@ def test_steps_without_a_token_in_the_loss_stop_the_run_and_one_with_some_begins
         records.check_update(4, [], [], UpdateResult(0, metrics, 1, 0, 1.0))
 
 
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (
+            {"loss/weight_squared": 0.0},
+            "weight of every token was 0.*correction=mis.*correction_max",
+        ),
+        ({"loss/rejected_share": 1.0}, "rejection=none rejected every token"),
+    ],
+)
+def test_steps_in_which_every_tokens_loss_is_0_stop_the_run_too(tmp_path, found, why):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(trainer={"max_skipped_steps": 2}, algorithm={"correction": "mis"})
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    metrics = {"mismatch/kl": 0.0, "mismatch/judged": 1.0}
+    some = metrics | dict.fromkeys(found, 0.5)
+    for step, one in enumerate((metrics | found, some, metrics | found)):
+        records.check_update(step, [], [], UpdateResult(0, one, 0, 0, 1.0))
+    with pytest.raises(NothingTrainedError, match=f"in 2 steps in a row .*{why}"):
+        records.check_update(4, [], [], UpdateResult(0, metrics | found, 0, 0, 1.0))
+
+
 def test_too_many_failed_rewards_stop_the_run_with_step_function_and_reason(tmp_path):
     records = records_in(tmp_path)
     records.done = 11
