@@ -48,7 +48,7 @@ from lora_moe_rl.models.tokenizer import check_tokenizer, stop_ids
 from lora_moe_rl.rewards.by_set import NoRewards, RewardsBySet
 from lora_moe_rl.rewards.runner import RewardRunner
 from lora_moe_rl.rollout.device import check_engine, check_quantised
-from lora_moe_rl.run import best_metric, lengths, machine, reward_trial, warm_up
+from lora_moe_rl.run import best_metric, lengths, machine, reward_trial, unmoved, warm_up
 from lora_moe_rl.run.prompts_step import PromptsStep
 
 if TYPE_CHECKING:
@@ -315,7 +315,8 @@ class Preflight:
         check_quantised(config, self.form)
         self.private = choose.decide(config, shape, self.model_dir)
         spec.lr_factors(config.trainer.lr_pattern)
-        self.warnings += filter(None, (warm_up.check(config), lengths.check(config, shape)))
+        told = (warm_up.check(config), lengths.check(config, shape), unmoved.check(config))
+        self.warnings += filter(None, told)
         self.warnings += best_metric.check(config)
         against_base = "reference" in self.algorithm.passes and not self.algorithm.from_start
         if against_base and config.adapter.init_from is not None:

@@ -19,13 +19,15 @@ class PolicyLoss(Part):
     False for a loss that compares the policy with no older one. `averages_advantages`: whether all
     tokens of a sample have the mean of its advantages. `selects`: whether it has a `select`, which
     says what `tokens.selected` is; it follows from that and is not declared. `needs_moved`: whether
-    what it is for does nothing while no token has moved from `old`."""
+    what it is for does nothing while no token has moved from `old`. `of_moved`: settings that do
+    nothing then, in a loss whose gradient is REINFORCE's."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     has_ratio: ClassVar[bool] = True
     averages_advantages: ClassVar[bool] = False
     selects: ClassVar[bool] = False
     needs_moved: ClassVar[bool] = False
+    of_moved: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -25,6 +25,7 @@ class CISPO(PolicyLoss):
         ratio_max: float = Field(5.0, ge=1, description="A token's ratio weighs at most this.")
 
     settings: Settings
+    of_moved = ("ratio_min", "ratio_max")
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,6 +47,7 @@ class ClipCov(PolicyLoss):
             return self
 
     settings: Settings
+    of_moved = ("clip_low", "clip_high")
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
     def select(self, tokens: StepTokens) -> Selection:

@@ -30,6 +30,7 @@ class DPPO(PolicyLoss):
         )
 
     settings: Settings
+    of_moved = ("divergence", "divergence_max")
     metrics = {"ratio": "token_mean", "masked_far": "token_mean"}
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -23,6 +23,7 @@ class DRO(PolicyLoss):
         )
 
     settings: Settings
+    needs_moved = True
     metrics = {"ratio": "token_mean", "log_ratio_squared": "token_mean"}
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

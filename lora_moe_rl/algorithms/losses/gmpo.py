@@ -33,6 +33,7 @@ class GMPO(PolicyLoss):
         )
 
     settings: Settings
+    of_moved = ("log_clip_low", "log_clip_high")
     level = "sequence"
     averages_advantages = True
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}

@@ -23,6 +23,7 @@ LOG_BOUND = 10.0  # verl's value
 class GSPOClip(PolicyLoss):
     Settings = ClipSettings
     settings: ClipSettings
+    of_moved = ("clip_low", "clip_high")
     level = "sequence"
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 

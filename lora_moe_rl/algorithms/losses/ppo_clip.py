@@ -34,6 +34,7 @@ class PPOClip(PolicyLoss):
         )
 
     settings: Settings
+    of_moved = ("clip_low", "clip_high", "dual_clip")
     metrics = {"ratio": "token_mean", "clipped_low": "token_mean", "clipped_high": "token_mean"}
 
     def __init__(self, settings: Any):

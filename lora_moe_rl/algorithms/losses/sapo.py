@@ -26,6 +26,7 @@ class SAPO(PolicyLoss):
         )
 
     settings: Settings
+    of_moved = ("tau_positive", "tau_negative")
     metrics = {"ratio": "token_mean", "gate": "token_mean"}
 
     def values(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -34,6 +34,7 @@ class VESPO(PolicyLoss):
         vespo_lambda_negative: float = Field(2.0, gt=0, description="lambda of the same.")
 
     settings: Settings
+    of_moved = tuple(Settings.model_fields)
     level = "sequence"
     metrics = {"ratio": "token_mean", "phi": "token_mean"}
 

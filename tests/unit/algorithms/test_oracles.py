@@ -158,7 +158,7 @@ SETTINGS = {
     "dppo_tv": {"loss": "dppo", "divergence_max": 0.1},
     "dppo_kl": {"loss": "dppo", "divergence": "kl", "divergence_max": 0.05},
     "gmpo": {"loss": "gmpo", "log_clip_low": 0.1, "log_clip_high": 0.15},
-    "dro": {"loss": "dro", "dro_beta": 0.3},
+    "dro": {"loss": "dro", "dro_beta": 0.3, "epochs": 2},
 }
 
 

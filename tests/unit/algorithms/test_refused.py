@@ -59,6 +59,7 @@ from lora_moe_rl.errors import ConfigError
             "algorithm.loss=kl_cov penalises how far tokens have moved since the policy before the "
             "update, and algorithm.epochs=1 with mini_batches=1 is one update",
         ),
+        (["algorithm.loss=dro"], "algorithm.loss=dro penalises how far tokens have moved since"),
         (
             ["algorithm.loss=clip_cov", "algorithm.clip_cov_lb=5"],
             "clip_cov_lb=5 is not below clip_cov_ub=5, and no token is between them",

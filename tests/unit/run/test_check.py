@@ -120,6 +120,14 @@ def test_a_warm_up_that_goes_on_after_the_run_is_a_warning(check):
     assert "trainer.warmup_steps=3 of the run's 2 optimizer steps" in found["layout"][1]
 
 
+def test_bounds_of_a_ratio_that_is_always_1_are_a_warning(check):
+    code, found, _ = check("algorithm=dapo", "algorithm.clip_high=0.3")
+    assert code == 0 and found["layout"][0] == "warning"
+    assert "algorithm.clip_high=0.3 has no effect with one update a step" in found["layout"][1]
+    several = ("algorithm.clip_high=0.3", "algorithm.epochs=2")
+    assert check("algorithm=dapo", *several)[1]["layout"][0] == "ok"
+
+
 def write_adapter(folder, model, **settings):
     """A PEFT directory, as another run exports it."""
     config = with_settings(RunConfig(), {"model": str(model), "adapter": settings})
