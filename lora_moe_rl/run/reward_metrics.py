@@ -56,8 +56,8 @@ def set_metrics(
 
 
 def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[str, float]:
-    """Of each of several reward functions, before its weight: mean and deviation over the samples
-    that it gave a reward (NaN without any), and for how many samples it gave None and has
+    """Of each of several reward functions, before its weight: mean (NaN without any) and deviation
+    over the samples that it gave a reward, and for how many samples it gave None and has
     failed."""
     found: dict[str, float] = {}
     for name in functions:
@@ -67,9 +67,9 @@ def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[
         failed = sum(one.num_failed for one, _ in own)
         found |= {
             names.of_function(name, "mean"): float(given.mean()) if len(given) else math.nan,
-            names.of_function(name, "std"): float(given.std()) if len(given) else math.nan,
             names.of_function(name, "none"): len(every) - len(given) - failed,
             names.of_function(name, "failed"): failed,
+            **_deviation(names.of_function(name, "std"), given),
         }
     return found
 
@@ -182,8 +182,13 @@ def metrics_of(groups: Sequence[Group], within: float = 0.0) -> dict[str, float]
     failed = sum(len(group.failures) for group in groups)
     return {
         names.REWARD: float(given.mean()) if len(given) else math.nan,
-        names.REWARD_STD: float(given.std()) if len(given) else math.nan,
         names.REWARDS_NONE: len(rewards) - len(given) - failed,
         names.REWARDS_FAILED: failed,
+        **_deviation(names.REWARD_STD, given),
         **group_metrics(groups, within),
     }
+
+
+def _deviation(name: str, rewards: np.ndarray) -> dict[str, float]:
+    """As that of a group, and TRL's, divided by one less than there are; none of fewer than two."""
+    return {name: float(rewards.std(ddof=1))} if len(rewards) > 1 else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # Rewards. Over the step's samples, one of each conversation.
     ("reward/mean", "reward", "up", "mean over the samples that have a reward", "critic/score/mean", "reward"),
-    ("reward/std", "reward", "", "standard deviation over the samples that have a reward", "", "reward_std"),
+    ("reward/std", "reward", "", "standard deviation over the samples that have a reward, divided by one less than they are; not of one alone", "", "reward_std"),
     ("reward/failed", "samples", "down", "samples whose reward failed: they are masked", "", ""),
     ("reward/none", "samples", "", "samples that have no reward and have not failed", "", ""),
     ("reward/solved_all", "share of groups", "", "groups whose samples all have one same reward above 0: such a group tells nothing to an advantage that compares samples with each other", "", ""),

@@ -44,8 +44,8 @@ def test_failed_rewards_are_counted_and_not_in_the_mean():
     one.rewards[:], other.rewards[:] = [1, 3, math.nan, 1, 3, 2], math.nan
     one.failures.append("prompt 0: raised")
     found = metrics_of([one, other])
-    # Of 1, 3, 1, 3, 2: mean 2, deviation sqrt(4 / 5).
-    expected = {"reward/mean": 2, "reward/std": 0.8**0.5, "reward/failed": 1}
+    # Of 1, 3, 1, 3, 2: mean 2, deviation sqrt(4 / 4).
+    expected = {"reward/mean": 2, "reward/std": 1.0, "reward/failed": 1}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert math.isnan(metrics_of([other])["reward/mean"])
 
@@ -61,11 +61,20 @@ def test_each_function_has_metrics_of_its_own():
         {"reward": {"functions": {"right": "m:f", "absent": {"function": "m:g"}}}}
     )
     found = reward_metrics([one, other], config)
-    # Of 1, 3, 2, 2 and six times 2: mean 2, deviation sqrt(2 / 10).
-    expected = {"mean": 2.0, "std": 0.2**0.5, "none": 1, "failed": 1}
+    # Of 1, 3, 2, 2 and six times 2: mean 2, deviation sqrt(2 / 9).
+    expected = {"mean": 2.0, "std": (2 / 9) ** 0.5, "none": 1, "failed": 1}
     assert {name: found[f"reward/right/{name}"] for name in expected} == pytest.approx(expected)
     assert found["reward/right/x"] == 3.0
     assert math.isnan(found["reward/absent/mean"]) and found["reward/absent/none"] == 0
+
+
+def test_one_reward_has_no_deviation():
+    group = a_group()
+    group.rewards[1:] = NAN
+    values = np.array([1, NAN, NAN, NAN, NAN, NAN], np.float32)
+    group.details.by_function["right"] = FunctionRewards(1.0, values)
+    config = RunConfig.model_validate({"reward": {"functions": {"right": "m:f"}}})
+    assert not any(name.endswith("/std") for name in reward_metrics([group], config))
 
 
 def test_none_is_counted_apart_from_failures():
