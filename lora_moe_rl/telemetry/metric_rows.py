@@ -78,7 +78,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("logps/rejected", "nats", "", "of DPO: summed logprob of the worse answer", "", "logps/rejected"),
     ("reference/kl", "nats", "", "with algorithm.reference=start: KL of the policy before the update to the adapter that the run starts from, the k3 estimate, mean over the tokens in the loss; 0 in the first step", "", ""),
     ("reference/moved", "times the start", "", "with algorithm.reference=start: size of what the adapter has changed by since the start, over the start's (A and B of all sites together)", "", ""),
-    ("policy/entropy", "nats", "", "of the sampling distribution, mean over sampled tokens; of sft and dpo over those of answers", "actor/entropy", "entropy"),
+    ("policy/entropy", "nats", "", "of the sampling distribution, mean over sampled tokens, with several updates a step over all of them, each of the policy that it updates; of sft and dpo over those of answers", "actor/entropy (before the update)", "entropy"),
     ("optim/grad_norm", "", "", "before clipping; the mean over the step's optimizer steps that had tokens in the loss", "actor/grad_norm", "grad_norm"),
     ("optim/lr", "", "", "learning rate of all A, of the last of these; 0 while a critic learns alone", "actor/lr", "learning_rate"),
     ("optim/streamed_seconds", "s", "down", "with trainer.offload=optimizer: of time/train, Adam's steps and its moments' way from the host and back", "", ""),
