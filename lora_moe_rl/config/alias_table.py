@@ -125,9 +125,11 @@ ALIASES = (
           "in steps, not a share of samples"),
     Alias(("partial_rollout",), "schedule.in_flight=continue", "with schedule.lag above 0"),
     Alias(("num_iterations", "ppo_epochs"), "algorithm.epochs"),
-    Alias(("ppo_mini_batch_size", "steps_per_generation", "train_global_batch_size",
-           "global_batch_size", "policy_mini_batch_size"), "algorithm.mini_batches",
+    Alias(("ppo_mini_batch_size", "train_global_batch_size", "global_batch_size",
+           "policy_mini_batch_size"), "algorithm.mini_batches",
           "the number of optimizer steps of a pass, not their size"),
+    Alias(("steps_per_generation",), "algorithm.mini_batches",
+          "steps_per_generation / gradient_accumulation_steps"),
     Alias(("adv_estimator", "advantage_estimator"), "algorithm.name", "or algorithm.advantage: "
           "gpg, grpo_passk, opo, verl-agent's gigpo (its gamma is algorithm.turn_gamma), remax; "
           "the optimal token baselines are not there"),
