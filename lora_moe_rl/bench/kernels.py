@@ -61,16 +61,20 @@ def main(argv: Sequence[str]) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("--device cuda, but torch sees no GPU; use --device cpu")
     tokens, ranks = options.tokens or TOKENS[device], options.ranks or RANKS[device]
-    result = measure(options.shape, device, tokens, ranks)
+    require_right(device)
+    result = figures(options.shape, device, tokens, ranks)
     conclude(result, options.json, kernel_tables.parts)
     return 0
 
 
-def measure(names: Sequence[str], device: str, tokens, ranks) -> dict[str, Any]:
-    """Raises BenchmarkError, and measures nothing, when a kernel differs from its reference."""
+def require_right(device: str) -> None:
+    """Raises BenchmarkError when a kernel differs from its reference: nothing is measured then."""
     wrong = gate(device, DTYPE[device])
     if wrong:
         raise BenchmarkError("no figures, the kernels are wrong:\n" + "\n".join(wrong))
+
+
+def figures(names: Sequence[str], device: str, tokens, ranks) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False
     busy = busy_cores()
     shapes = [

@@ -4,6 +4,7 @@ themselves run in tests/integration/test_bench_gpu.py."""
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from importlib import import_module
@@ -13,9 +14,11 @@ import psutil
 import pytest
 
 from lora_moe_rl import cli
+from lora_moe_rl.bench import kernels
 from lora_moe_rl.bench.gpu import command
 from lora_moe_rl.bench.gpu.parts import ENDS, Parts
-from lora_moe_rl.bench.gpu.stages import STAGES, demo, probe, slices, tests
+from lora_moe_rl.bench.gpu.stages import STAGES, benches, demo, probe, slices, tests
+from lora_moe_rl.bench.kernel_contenders import SHAPES
 from lora_moe_rl.errors import BenchmarkError, ConfigError
 
 
@@ -23,6 +26,32 @@ def test_every_stage_has_a_module_with_a_run():
     for stage in STAGES.values():
         if stage.module not in ("engine", "slots"):  # which import vLLM
             assert callable(import_module(f"lora_moe_rl.bench.gpu.stages.{stage.module}").run)
+
+
+def test_the_calls_of_the_page_are_short_enough_and_name_every_stage_once():
+    page = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    call = r"^\| `lora-moe-rl bench gpu --stages (\S+) --budget (\d+) .*` \| (\d+) \|$"
+    called, together = [], []
+    for stages, budget, said in re.findall(call, page, re.M):
+        called += stages.split(",")
+        together.append(sum(STAGES[name].limit_s for name in stages.split(",")))
+        assert together[-1] == int(said) <= int(budget) - 30 and int(budget) < 600
+    assert sorted(called) == sorted(STAGES) and sum(together[:3]) <= command.BUDGET_S
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.M)
+    assert rows == [(name, str(stage.limit_s)) for name, stage in STAGES.items()]
+
+
+def test_the_gate_of_the_kernels_is_asked_once_and_closes_all(tmp_path, monkeypatch):
+    asked, parts = [], Parts(tmp_path / "kernel_bench.json")
+    monkeypatch.setattr(kernels, "gate", lambda *_: asked.append(1) or [])
+    monkeypatch.setattr(kernels, "figures", lambda names, *_: {"names": list(names)})
+    benches.run(parts, "cpu", "kernels")
+    assert asked == [1]
+    assert list(parts.values) == ["gate", *SHAPES] and not parts.failed
+    (tmp_path / "kernel_bench.json").unlink()
+    monkeypatch.setattr(kernels, "gate", lambda *_: ["wrong"])
+    benches.run(parts, "cpu", "kernels")
+    assert list(parts.values) == parts.failed == ["gate"]
 
 
 def test_a_stage_that_is_none_and_a_gpu_that_is_not_here_are_refused(tmp_path, capsys, monkeypatch):
@@ -52,8 +81,8 @@ def test_a_slice_has_as_many_layers_as_the_gpu_has_room_for(monkeypatch, tmp_pat
             found.append(made.spec.shape.num_layers)
         return found
 
-    assert (layers(77), layers(78), layers(79)) == ([3, 47, 2], [3, 47, 2], [3, 48, 2])
-    assert (layers(139), layers(77, "slices")) == ([5, 48, 4], [8, 3, 2])
+    assert (layers(78), layers(79), layers(139)) == ([47, 3, 2], [48, 3, 2], [48, 5, 4])
+    assert layers(78, "slices") == [8, 3, 2]
     with pytest.raises(BenchmarkError, match="one layer of deepseek_v3 needs .* GiB by the plan"):
         layers(20)
 

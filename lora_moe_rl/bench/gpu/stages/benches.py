@@ -16,17 +16,20 @@ def run(parts: Parts, device: str, which: str) -> None:
         parts.part("refit", lambda: refit(device))
         return
     from lora_moe_rl.bench.kernel_contenders import SHAPES
+    from lora_moe_rl.bench.kernels import require_right
 
-    for shape in SHAPES:
-        parts.part(shape, lambda shape=shape: kernels(shape, device))
+    # Once: none of the figures is worth anything without it.
+    if parts.part("gate", lambda: require_right(device)):
+        for shape in SHAPES:
+            parts.part(shape, lambda shape=shape: kernels(shape, device))
 
 
 def kernels(shape: str, device: str) -> dict[str, Any]:
-    """`bench kernels --shape SHAPE`, whose gate comes first."""
-    from lora_moe_rl.bench.kernels import measure
+    """`bench kernels --shape SHAPE`, without its gate."""
+    from lora_moe_rl.bench.kernels import figures
 
     tokens, ranks = KERNEL_SIZES[device]
-    return measure([shape], device, tokens, ranks)
+    return figures([shape], device, tokens, ranks)
 
 
 def refit(device: str) -> dict[str, Any]:
