@@ -38,8 +38,9 @@ def resolve(kernel: str, device: torch.device) -> str:
 
 def on_device(values: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
     """Values of the host on `device`, without waiting for it. A copy from pages that are not locked
-    waits until a GPU has done all that it was given before."""
-    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
-    if device.type == "cuda" and not tensor.is_cuda:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    waits until a GPU has done all that it was given before; torch makes one of a strided tensor."""
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=None if len(values) else torch.int64)
+    if device.type == "cuda" and not values.is_cuda:
+        return values.contiguous().pin_memory().to(device, non_blocking=True)
+    return values.to(device)

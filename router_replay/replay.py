@@ -130,13 +130,15 @@ class Replay:
         known = on_device(torch.from_numpy(routes.known), device)
         all_known = routes.known.all()
         sizes = _of_layers(routes.sizes, len(routes.layers), device)
+        valid = None
+        if routes.valid is not None:
+            valid = on_device(torch.from_numpy(routes.valid.T.copy()), device)
         for column, number in enumerate(routes.layers):
             layer = self.chunks[chunk][number]
             layer.micro_batch = micro_batch
             counted, free = None if all_known else known, None
-            if routes.valid is not None:
-                valid = on_device(torch.from_numpy(routes.valid[:, column]), device)
-                counted, free = known & valid, known & ~valid
+            if valid is not None:
+                counted, free = known & valid[column], known & ~valid[column]
             layer.set_target(partial(ids_of, column), counted, free, sizes[column])
 
     def install_recorded(self, chunk: int, recorded: dict[int, torch.Tensor]) -> None:

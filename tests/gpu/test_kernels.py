@@ -96,7 +96,7 @@ def test_what_the_host_knows_comes_without_a_wait():
     torch.cuda.set_sync_debug_mode("error")
     try:
         counts = on_device(ODD, torch.device("cuda"))
-        mask = on_device(torch.tensor([True, False]), torch.device("cuda"))
+        mask = on_device(torch.tensor([[True, True], [False, True]])[:, 0], torch.device("cuda"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counts.tolist() == ODD and mask.tolist() == [True, False]
