@@ -69,6 +69,7 @@ class RunDir:
     ) -> None:
         self.config, self.resume = config, resume
         self.trouble = Trouble(say)
+        self._to_resize = config.adapter.resize
         self._mark: tuple[int, int] | None = None  # of the lock, once it is held
         self._lines: dict[Path, Lines] = {}
         self.path = config.run_dir.absolute()
@@ -239,6 +240,22 @@ class RunDir:
             replace_file(self.config_file, to_yaml(self.config).encode())
         except OSError as error:
             raise self._refused(error) from error
+
+    def resized(self) -> None:
+        """A checkpoint has the ranks that adapter.resize was to bring: config.yaml asks for it no
+        more, so that other ranks are an error again. Where the disk refuses it, the next checkpoint
+        tries again."""
+        if not self._to_resize:
+            return
+        adapter = self.config.adapter.model_copy(update={"resize": False})
+        config = self.config.model_copy(update={"adapter": adapter})
+        try:
+            replace_file(self.config_file, to_yaml(config).encode())
+        except OSError as error:
+            self.trouble.failed(str(self.config_file), error.strerror or str(error))
+        else:
+            self._to_resize = False
+            self.trouble.mended(str(self.config_file))
 
     def _refused(self, error: OSError) -> RunDirError | DiskWait:
         if self.resume:

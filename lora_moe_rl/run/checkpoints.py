@@ -145,6 +145,7 @@ class Checkpoints:
                 raise CheckpointError(f"trainer ranks have not written {', '.join(missing)}")
             metadata["trainer"] = saved.meta
             files |= saved.files
+        self.run_dir.resized()
         return root / directory_name(step)
 
     @property

@@ -59,12 +59,13 @@ class Disk:
 class Run:
     """`told`: of which steps' adapters; `pushed`: which checkpoints."""
 
-    def __init__(self, folder: Path, disk: Disk, **checkpoint):
+    def __init__(self, folder: Path, disk: Disk, resize: bool = False, **checkpoint):
         (folder / "config.json").write_text("{}")
         self.config = RunConfig(
             logging={"run_dir": str(folder / "run")},
             trainer={"steps": 9, "world_size": RANKS, "ep": RANKS},
             checkpoint={"every": 2} | checkpoint,
+            adapter={"resize": resize},
         )
         self.said, self.told, self.pushed = [], [], []
         self.run_dir = RunDir(self.config, False, self.said.append)

@@ -12,10 +12,13 @@ import pytest
 from checkpoint_runs import Disk, Run, no, yes
 
 from lora_moe_rl.adapters import peft
-from lora_moe_rl.errors import AdapterError, CheckpointError, DiskError
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import load_config
+from lora_moe_rl.errors import AdapterError, CheckpointError, DiskError, RunDirError
 from lora_moe_rl.files import checkpoint_writing
 from lora_moe_rl.files.checkpoint import newest_step, newest_valid, read_manifest, step_of
 from lora_moe_rl.files.checkpoint_writing import KEPT
+from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.trainer_state import Saved
 from lora_moe_rl.files.trouble import Trouble
 from lora_moe_rl.run import checkpoints as module
@@ -331,3 +334,27 @@ def test_lines_are_on_the_disk_before_the_checkpoint_that_goes_on_from_them(tmp_
 
     run.do(one)
     assert events == ["metrics.jsonl"]
+
+
+def test_a_resize_is_asked_for_until_a_checkpoint_holds_its_ranks(tmp_path, monkeypatch):
+    run = Run(tmp_path, Disk(), resize=True)
+    saved = []
+
+    async def steps(checkpoints, tasks):
+        saved.append(load_config(str(run.run_dir.config_file)))
+        monkeypatch.setattr(module, "write_checkpoint", refused)
+        await checkpoints.write(2, {"data": {}}, no, tasks)
+        saved.append(load_config(str(run.run_dir.config_file)))
+        monkeypatch.undo()
+        await checkpoints.write(4, {"data": {}}, no, tasks)
+
+    def refused(*_):
+        raise DiskError("no space left on device")
+
+    run.do(steps)
+    saved.append(load_config(str(run.run_dir.config_file)))
+    assert [config.adapter.resize for config in saved] == [True, True, False]
+    later = override(saved[-1], ["adapter.rank=4"])
+    with pytest.raises(RunDirError, match="adapter.rank was 16 and is now 4"):
+        RunDir(later, resume=True).check_usable()
+    RunDir(override(later, ["adapter.resize=true"]), resume=True).check_usable()
