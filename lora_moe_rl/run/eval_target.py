@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_moe_rl.config import RunConfig, TrackerConfig
-from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.config.recipes import CONFIG, load_config, resolve
-from lora_moe_rl.errors import ConfigError, RunDirError
+from lora_moe_rl.errors import CheckpointError, ConfigError, RunDirError
 from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.telemetry import console
@@ -16,7 +16,8 @@ from lora_moe_rl.telemetry import console
 
 def read_target(target: str | None, settings: Sequence[str]) -> tuple[RunConfig, Path | None]:
     """The config to evaluate with, and the checkpoint, None for a recipe. `settings` are laid over
-    the config, of which no tracker is told and whose run directory is a new one.
+    the config, of which no tracker is told and whose run directory is a new one; the adapter is
+    that of the checkpoint.
 
     Raises ConfigError when there are no eval sets, RunDirError for a run without a checkpoint and
     for a run directory that holds an evaluation already.
@@ -57,4 +58,17 @@ def _found(target: str | None) -> tuple[RunConfig, Path | None]:
         )
     if found is None:
         raise RunDirError(f"{run} has no checkpoint to evaluate")
-    return load_config(str(run / CONFIG)), found
+    return _with_adapter_of(found, load_config(str(run / CONFIG))), found
+
+
+def _with_adapter_of(path: Path, config: RunConfig) -> RunConfig:
+    """`config`, which the run has now, with the ranks that the checkpoint was made at. A damaged
+    one is told of later."""
+    try:
+        adapter = checkpoint.parse_manifest(path)["metadata"].get("adapter")
+    except CheckpointError:
+        return config
+    if not isinstance(adapter, dict):
+        return config
+    now = {"resize": False, "init_from": config.adapter.init_from}
+    return with_settings(config, {"adapter": adapter | now})

@@ -6,9 +6,10 @@ import pytest
 from checkpoints import write_checkpoint
 
 from lora_moe_rl import cli
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.config.files import to_yaml
 from lora_moe_rl.config.overrides import override
+from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import ConfigError, RunDirError
 from lora_moe_rl.run.eval_target import read_target
 
@@ -22,7 +23,8 @@ def run(tmp_path):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     for step in (2, 4):
-        with write_checkpoint(folder / "checkpoints", step, 2, {"step": step}, ()) as directory:
+        metadata = {"step": step, "adapter": AdapterConfig(rank=step).model_dump(mode="json")}
+        with write_checkpoint(folder / "checkpoints", step, 2, metadata, ()) as directory:
             (directory / "file").write_text("x")
     return folder
 
@@ -37,6 +39,26 @@ def test_a_run_is_its_newest_checkpoint_in_a_directory_of_its_own(run):
 def test_a_checkpoint_is_named_by_its_directory(run):
     config, path = read_target(str(run / "checkpoints/step-000002"), ["logging.run_dir=/else"])
     assert path == run / "checkpoints/step-000002" and str(config.run_dir) == "/else"
+
+
+def test_a_checkpoint_is_evaluated_at_its_own_ranks(run):
+    """Whatever the run was resized to since."""
+    file = run / "config.yaml"
+    later = override(load_config(str(file)), ["adapter.rank=1", "adapter.resize=true"])
+    file.write_text(to_yaml(later))
+    for target, rank in ((run, 4), (run / "checkpoints/step-000002", 2)):
+        adapter = read_target(str(target), [])[0].adapter
+        assert (adapter.rank, adapter.resize) == (rank, False)
+    asked = ["adapter.rank=1", "adapter.resize=true"]
+    adapter = read_target(str(run), asked)[0].adapter
+    assert (adapter.rank, adapter.resize) == (1, True)
+
+
+def test_where_an_adapter_began_is_as_the_run_has_it_now(run):
+    """A checkpoint has the place as it was then."""
+    file = run / "config.yaml"
+    file.write_text(to_yaml(override(load_config(str(file)), ["adapter.init_from=/moved"])))
+    assert read_target(str(run), [])[0].adapter.init_from == "/moved"
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over_and_named(run, capsys):
