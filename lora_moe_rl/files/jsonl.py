@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from lora_moe_rl.files.texts import encodable
+
 
 def to_json(record: dict[str, Any]) -> str:
-    """One line of JSON. NaN and infinities become null: JSON has no word for them."""
-    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    """One line of JSON. NaN and infinities become null: JSON has no word for them. Halves of
+    characters become ?: UTF-8 has none."""
+    return encodable(json.dumps(finite(record), ensure_ascii=False, allow_nan=False))
 
 
 def finite(value: Any) -> Any:

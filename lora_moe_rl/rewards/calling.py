@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lora_moe_rl.calls.child import raised, short
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.files.texts import encodable
 from lora_moe_rl.rewards import verl_style
 from lora_moe_rl.telemetry import names as metrics
 
@@ -61,20 +62,21 @@ class Logged:
 
     def extra(self, column: str, values: list[Any]) -> None:
         """A column of samples.jsonl, a value a sample. What JSON does not know is written as its
-        repr. Raises ValueError for another number of values."""
+        repr, half of a surrogate pair as ?. Raises ValueError for another number of values."""
         values = list(values)
         if len(values) != self.num_samples:
             raise ValueError(
                 f"log_extra({column!r}) got {len(values)} values for {self.num_samples} samples"
             )
-        self.columns[str(column)] = json.loads(json.dumps(values, default=repr))
+        written = encodable(json.dumps(values, default=repr, ensure_ascii=False))
+        self.columns[encodable(str(column))] = json.loads(written)
 
     def metric(self, name: str, value: float) -> None:
         """A number of metrics.jsonl; those of a step are averaged. Raises ValueError for a name
         that the run itself uses."""
         if str(name).rpartition("/")[2] in TAKEN:
             raise ValueError(f"log_metric({name!r}): the run has a metric of that name already")
-        self.metrics.setdefault(str(name), []).append(float(value))
+        self.metrics.setdefault(encodable(str(name)), []).append(float(value))
 
     def turn_rewards(self, values: list[Any]) -> None:
         """Of each sample a list of what each of its turns has earned, which together are its

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.errors import ConfigError, RewardError
+from lora_moe_rl.files.texts import encodable
 from lora_moe_rl.rewards.builtin import completion_text
 from lora_moe_rl.rewards.server import Server
 
@@ -107,7 +108,7 @@ class Judge:
     def _question(self, prompt: Any, completion: Any, columns: dict[str, Any]) -> str:
         known = columns | {"prompt": as_text(prompt), "completion": completion_text(completion)}
         try:
-            return self.template.format(**known)
+            return encodable(self.template.format(**known))
         except KeyError as error:
             raise ConfigError(
                 f"args.template names {{{error.args[0]}}}, and there is no such column; there are "
@@ -142,7 +143,7 @@ class Judge:
             )
         )
         try:
-            return str(answer.choices[0].message.content or "")
+            return encodable(str(answer.choices[0].message.content or ""))
         except (AttributeError, IndexError, TypeError) as error:  # the client checks no shapes
             what = repr(answer)[:SHOWN]
             raise RewardError(

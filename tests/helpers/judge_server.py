@@ -11,7 +11,8 @@ from json_server import JsonHandler, JsonServer, serving
 
 class JudgeServer(JsonServer):
     """What a question holds says what is answered: `hang`, `500`, `busy twice` (429, then an
-    answer), `no json`, `no choices`, `no text`, `no number`, `eleven`; else a score of 7. `asked`:
+    answer), `no json`, `no choices`, `no text`, `no number`, `eleven`, `half`
+    (of an emoji); else a score of 7. `asked`:
     the questions with their headers; `at_once`: the most requests at a time, each of which takes
     `pause_s`."""
 
@@ -55,6 +56,7 @@ class Handler(JsonHandler):
             said = "Well. Score: 3? No.\nScore: 7"
             said = "I cannot say." if "no number" in question else said
             said = "Score: 11" if "eleven" in question else said
+            said = "\ud83d. Score: 7" if "half" in question else said
             message = {"role": "assistant", "content": said}
             self.send(200, {"choices": [{"index": 0, "message": message}]})
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError, validate_call
 from lora_moe_rl.calls.child import end_me_first, read_ahead, send, short
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.files.texts import encodable
 
 
 def main(argv: list[str]) -> None:
@@ -95,7 +96,7 @@ def as_text(value: Any) -> str:
     if value is None:
         raise TypeError("returned None, not a text")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
+    return encodable(text)
 
 
 def cut(text: str, most: int) -> str:

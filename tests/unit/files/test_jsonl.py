@@ -79,3 +79,8 @@ def test_what_a_full_disk_refuses_is_cut_later_and_is_kept_once(tmp_path, monkey
     assert steps(path) == [1, 2, 3] and steps(backup) == [9]
     cut_after(path, 1)
     assert steps(path) == [1] and steps(backup) == [9, 2, 3]
+
+
+def test_a_record_can_be_written_whatever_text_it_holds():
+    line = jsonl.to_json({"text": "half \ud83d, whole 😀", "\udfff": float("nan")})
+    assert json.loads(line.encode()) == {"text": "half ?, whole 😀", "?": None}

@@ -193,3 +193,12 @@ def test_a_value_that_is_no_number_is_a_failure(value):
 def test_several_values_in_the_place_of_one_are_a_failure_that_says_so(value):
     good, bad = check([1.0, value], 2)
     assert good == 1.0 and "not a finite number in float32; a sample has one reward" in bad
+
+
+def test_what_is_logged_can_be_written_whatever_it_holds():
+    """Half of a surrogate pair is a text of Python's and of JSON's, and no UTF-8."""
+    logged = Logged(2)
+    logged.extra("said \udfff", ["a\ud800", {"b\ud800": ["c\udfff", object, "é😀"]}])
+    logged.metric("m\ud800", 1.0)
+    assert logged.columns == {"said ?": ["a?", {"b?": ["c?", repr(object), "é😀"]}]}
+    assert logged.metrics == {"m?": [1.0]}

@@ -186,3 +186,11 @@ def test_a_run_calls_it_with_arguments_and_columns_and_keeps_its_reasons(server)
     assert details.extra["judgement"][1] is None
     body = server.asked[0]
     assert (body["model"], body["messages"][0]["content"][-8:]) == ("wise", " 2 other")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_half_a_character_in_what_a_judge_says_or_reads_is_no_failure(server, tmp_path, kept):
+    where = {"cache": str(tmp_path)} if kept else {}
+    rewards, said = judged(server, ["half"], "\ud800 why?", **where)
+    assert rewards == [0.7] and said == ["?. Score: 7"]
+    assert server.asked[0]["messages"][0]["content"] == "Q: ? why? A: half"
