@@ -72,9 +72,9 @@ def once(name: str, found: Sequence[int], steps: int) -> Check:
 
 
 def tickets(order: Iterable[Mapping[str, Any]], config: RunConfig) -> Check:
-    """No prompt was trained twice, and none of those before the last was lost. Rows tell prompts
+    """No prompt was trained twice, and none of those before the last was lost. Numbers tell prompts
     apart where they never come again, from one generator, and none is left out on purpose."""
-    groups = [group["row"] for record in order for group in record["groups"]]
+    groups = [group["drawn"] for record in order for group in record["groups"]]
     wanted = config.trainer.steps * config.algorithm.prompts_per_step
     data, name = config.data, "prompts trained"
     own = data.generator is not None and not data.sets and not data.filter

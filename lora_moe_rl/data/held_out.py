@@ -48,7 +48,7 @@ def held_out_prompts(
             f"left to be asked{why}"
         )
     prompts = [
-        Prompt(number, one.text, list(one.token_ids), dict(one.columns), name, one.answers)
+        Prompt(number, one.text, list(one.token_ids), dict(one.columns), name, one.answers, number)
         for number, one in made
     ]
     return HeldOut(prompts, maker.dropped, maker.filtered)

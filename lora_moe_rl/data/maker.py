@@ -43,13 +43,14 @@ class Wanted:
 
 class Made(NamedTuple):
     """`text` is a string or a list of messages. `rank`: the number in the column that data.order
-    names, 0 when it names none."""
+    names, 0 when it names none. `number`: of the row among all of its data."""
 
     text: Any
     token_ids: list[int]
     columns: dict[str, Any]
     rank: float
     answers: tuple[Answer, ...] = ()
+    number: int = 0
 
     @property
     def tokens(self) -> int:
@@ -80,7 +81,8 @@ class PromptMaker:
 
     def make_all(self, rows: list[Row]) -> list[Made]:
         """Raises DataError when no row is left."""
-        made = [one for row in rows if (one := self.make(row)) is not None]
+        numbered = ((n, self.make(row)) for n, row in enumerate(rows))
+        made = [one._replace(number=n) for n, one in numbered if one is not None]
         if rows and not made:
             raise DataError(
                 f"{self._config.key('path')}={self._config.path}: none of the {len(rows)} rows is "

@@ -214,7 +214,12 @@ class PromptSource:
     def _next(self) -> Prompt:
         made = self._next_of_file() if self._config.path is not None else self._next_of_generator()
         prompt = Prompt(
-            self.drawn, made.text, list(made.token_ids), dict(made.columns), answers=made.answers
+            self.drawn,
+            made.text,
+            list(made.token_ids),
+            dict(made.columns),
+            answers=made.answers,
+            data_row=made.number,
         )
         self._position += 1
         self.drawn += 1
@@ -234,7 +239,7 @@ class PromptSource:
             for row in self._stream:
                 made = self._maker.make((f"{self._config.generator}, row {self._position}", row))
                 if made is not None:
-                    return made
+                    return made._replace(number=self._position)
                 self._position += 1
                 left_out += 1
                 if left_out == MAX_LEFT_OUT:

@@ -52,7 +52,8 @@ class Prompt:
     `columns` are the row's own values, given to the reward as keywords; `row` counts the prompts
     drawn since the run began, and is the number of the prompt's ticket. `data_set` is the name of
     the set of data.sets that it is of, '' when there is only one. `answers`: the row's own, the
-    best first, where they are what is learned from.
+    best first, where they are what is learned from. `data_row`: the row's place in its data, from
+    0, with those that are left out; of a generator, in its pass.
     """
 
     row: int
@@ -61,6 +62,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     data_set: str = ""
     answers: tuple[Answer, ...] = ()
+    data_row: int | None = None
 
     @property
     def tokens(self) -> int:

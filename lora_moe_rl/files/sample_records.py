@@ -19,7 +19,8 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
     sampled = sample.versions[sample.mask]
     return {
         "step": step,
-        "row": group.prompt.row,
+        "drawn": group.prompt.row,
+        **({} if group.prompt.data_row is None else {"row": group.prompt.data_row}),
         **({"data_set": group.prompt.data_set} if group.prompt.data_set else {}),
         "prompt": group.asked(index),
         "response": sample.text,

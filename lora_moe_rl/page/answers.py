@@ -77,7 +77,7 @@ def samples(run: Run, query: Query) -> dict[str, Any]:
     choice = Choice(
         step_from=query.whole("step_from"),
         step_to=query.whole("step_to"),
-        row=query.whole("row"),
+        drawn=query.whole("drawn"),
         reward_from=query.number("reward_from"),
         reward_to=query.number("reward_to"),
         finish=query.text("finish"),

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
+from lora_moe_rl.files.earlier_records import with_drawn
 from lora_moe_rl.page.growing import GrowingFile, parse
 
 Order = Literal["newest", "oldest", "reward", "-reward", "advantage", "-advantage", "-tokens"]
@@ -39,7 +40,7 @@ class Choice:
 
     step_from: int | None = None
     step_to: int | None = None
-    row: int | None = None
+    drawn: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
     finish: str = ""
@@ -59,7 +60,7 @@ class Samples:
 
     def _clear(self) -> None:
         self._offsets, self._lengths = array("q"), array("q")
-        self._step, self._row, self._tokens = array("q"), array("q"), array("q")
+        self._step, self._drawn, self._tokens = array("q"), array("q"), array("q")
         self._reward, self._advantage = array("d"), array("d")
         self._finish, self._set = array("q"), array("q")
         self._words: dict[str, int] = {"": 0}  # finish reasons and names of data sets
@@ -100,8 +101,8 @@ class Samples:
             fits &= step >= choice.step_from
         if choice.step_to is not None:
             fits &= step <= choice.step_to
-        if choice.row is not None:
-            fits &= _view(self._row) == choice.row
+        if choice.drawn is not None:
+            fits &= _view(self._drawn) == choice.drawn
         if choice.reward_from is not None:
             fits &= reward >= choice.reward_from
         if choice.reward_to is not None:
@@ -161,12 +162,13 @@ class Samples:
         for offset, line in self._file.read():
             record = parse(line)
             if record is not None:
-                self._add(offset, len(line), record)
+                self._add(offset, len(line), with_drawn(record))
 
     def _add(self, offset: int, length: int, record: dict[str, Any]) -> None:
         self._offsets.append(offset)
         self._lengths.append(length)
-        for column, name in ((self._step, "step"), (self._row, "row"), (self._tokens, "tokens")):
+        whole = (self._step, "step"), (self._drawn, "drawn"), (self._tokens, "tokens")
+        for column, name in whole:
             value = record.get(name)
             column.append(value if isinstance(value, int) else -1)
         for column, name in ((self._reward, "reward"), (self._advantage, "advantage")):
@@ -183,7 +185,7 @@ class Samples:
         with open(self.path, "rb") as file:
             file.seek(self._offsets[number])
             record = parse(file.read(self._lengths[number])) or {}
-        return {"number": number} | record
+        return {"number": number} | with_drawn(record)
 
     def _brief(self, number: int) -> dict[str, Any]:
         return brief(self._read(number))
@@ -195,7 +197,7 @@ class Samples:
 
 def brief(record: dict[str, Any]) -> dict[str, Any]:
     """What a list shows of a sample: its numbers, and how its texts begin."""
-    kept = ("number", "sample", "step", "row", "data_set", "reward", "advantage", "tokens")
+    kept = ("number", "sample", "step", "drawn", "data_set", "reward", "advantage", "tokens")
     found = {key: record.get(key) for key in (*kept, "finish_reason", "failure")}
     found["prompt"] = prompt_text(record.get("prompt"))[-PREVIEW:]
     found["response"] = str(record.get("response") or "")[:PREVIEW]

@@ -20,6 +20,7 @@ import numpy as np
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.recipes import load_config
 from lora_moe_rl.errors import RunDirError
+from lora_moe_rl.files.earlier_records import with_drawn
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.files.run_dir import CONFIG, METRICS, ORDER, TIMELINE
 from lora_moe_rl.telemetry import names
@@ -100,7 +101,8 @@ def measure(run: Path) -> Measured:
         )
     known = {record["step"] for record in metrics}
     order = [record for record in read_jsonl(run / ORDER) if record["step"] in known]
-    longest = {group["row"]: group["longest"] for record in order for group in record["groups"]}
+    groups = [with_drawn(group) for record in order for group in record["groups"]]
+    longest = {group["drawn"]: group["longest"] for group in groups}
     spans = [span for step in read(run / TIMELINE) if step.number in known for span in step.spans]
     sampled = [span for span in spans if span.what == SAMPLE and span.number in longest]
     if not sampled:

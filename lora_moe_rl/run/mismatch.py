@@ -114,10 +114,10 @@ def _worst(groups: Sequence[Group], metrics: Mapping[str, float]) -> str:
     number, place = int(metrics[names.WORST_SAMPLE]), int(metrics[names.WORST_TOKEN])
     if number < 0:
         return "none differs"
-    owners = [(group.prompt.row, sample) for group in groups for sample in group.samples]
-    row, sample = owners[number]
+    owners = [(group.prompt, sample) for group in groups for sample in group.samples]
+    prompt, sample = owners[number]
     return (
-        f"token {int(sample.token_ids[place])} at {place} of sample {number} (row {row}, "
+        f"token {int(sample.token_ids[place])} at {place} of sample {number} (prompt {prompt.row}, "
         f"{len(sample.prompt_ids)} tokens of prompt, version {_version(sample, place)}), rollout "
         f"{metrics[names.WORST_ROLLOUT]:.4f} and trainer {metrics[names.WORST_TRAINER]:.4f}"
     )

@@ -80,7 +80,7 @@ def sample(number: int, choose: random.Random) -> dict:
     return {
         "sample": index,
         "step": step + 1,
-        "row": number // 8,
+        "drawn": number // 8,
         "prompt": " ".join(choose.choices(WORDS, k=40)),
         "response": " ".join(choose.choices(WORDS, k=140)) + rare,
         "reward": choose.choice([0.0, 0.5, 1.0]),

@@ -46,7 +46,7 @@ def test_an_engine_joins_one_leaves_and_joins_again_and_no_prompt_is_lost(tmp_pa
     assert all(record["mismatch/max_abs_logprob_diff"] <= 1e-4 for record in records)
     order = list(read_jsonl(folder / "order.jsonl"))
     assert [one["step"] for one in order] == list(range(1, len(records) + 1))
-    rows = [group["row"] for one in order for group in one["groups"]]
+    rows = [group["drawn"] for one in order for group in one["groups"]]
     assert sorted(rows) == list(range(16 * len(records)))
     assert run.leftovers() == []
 

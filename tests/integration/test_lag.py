@@ -29,7 +29,7 @@ def trained_rows(folder) -> dict[int, set[int]]:
     """`{step: rows of its prompts}`."""
     found: dict[int, set[int]] = {}
     for sample in read_jsonl(folder / "samples.jsonl"):
-        found.setdefault(sample["step"], set()).add(sample["row"])
+        found.setdefault(sample["step"], set()).add(sample["drawn"])
     return found
 
 

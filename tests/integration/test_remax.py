@@ -40,7 +40,7 @@ def baselines(samples) -> dict[tuple[int, int], float]:
     found = defaultdict(set)
     for one in samples:
         assert one["advantage"] == one["reward"] - one["baseline"]
-        found[one["step"], one["row"]].add(one["baseline"])
+        found[one["step"], one["drawn"]].add(one["baseline"])
     assert all(len(values) == 1 for values in found.values())
     return {key: values.pop() for key, values in found.items()}
 

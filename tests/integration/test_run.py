@@ -158,7 +158,7 @@ def test_samples_carry_text_reward_and_version(whole):
     for sample in samples:
         assert sample["versions"] == [sample["step"] - 1]
         assert sample["reward"] == float(sample["response"] == str(eval(sample["prompt"][:-1])))
-    assert len({s["row"] for s in samples}) == 16  # each of another prompt
+    assert len({s["drawn"] for s in samples}) == 16  # each of another prompt
 
 
 def checkpoint_tensors(path: Path, kind: str, spec) -> dict[str, np.ndarray]:

@@ -45,7 +45,7 @@ def groups_of(folder: Path) -> list[list]:
     samples, tokens = (read_jsonl(folder / f"{name}.jsonl") for name in ("samples", "tokens"))
     groups: dict[tuple[int, int], list] = defaultdict(list)
     for sample, known in zip(samples, tokens, strict=True):
-        groups[sample["step"], sample["row"]].append((sample, known))
+        groups[sample["step"], sample["drawn"]].append((sample, known))
     return [*groups.values()]
 
 

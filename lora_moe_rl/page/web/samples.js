@@ -23,7 +23,7 @@ const samplesView = {
     this.pager = h("div", { class: "pager" });
     this.list = h("div", { class: "card list", role: "listbox", "aria-label": "samples", tabIndex: 0, onkeydown: (event) => this.key(event) });
     this.detail = h("div", { class: "card detail", id: "sample" });
-    fill(root, h("div", { class: "tools" }, this.runBox, text, steps, rewards, input("row", "number", "prompt #", "104px"), select("finish", "how it ended"), select("data_set", "data set"), this.inputs.order, this.clear),
+    fill(root, h("div", { class: "tools" }, this.runBox, text, steps, rewards, input("drawn", "number", "prompt #", "104px"), select("finish", "how it ended"), select("data_set", "data set"), this.inputs.order, this.clear),
       h("div", { class: "samples" }, h("div", null, this.pager, this.list), this.detail));
   },
 
@@ -65,7 +65,7 @@ const samplesView = {
   },
 
   item(one) {
-    const facts = [`step ${one.step}`, `#${one.row}`, one.data_set, `${number(one.tokens)} tokens`, one.turns > 1 && `${one.turns} turns`, one.finish_reason !== "stop" && one.finish_reason].filter(Boolean);
+    const facts = [`step ${one.step}`, `#${one.drawn}`, one.data_set, `${number(one.tokens)} tokens`, one.turns > 1 && `${one.turns} turns`, one.finish_reason !== "stop" && one.finish_reason].filter(Boolean);
     return h("div", { class: "item", role: "option", "data-number": one.number, onclick: () => go({ n: String(one.number) }, true) },
       h("small", null, facts.join(" · ")), h("b", { class: "num" }, rewardText(one)),
       h("div", { class: "text" }, h("span", { class: "dim" }, one.prompt, " "), one.response));
@@ -75,7 +75,7 @@ const samplesView = {
     const sample = await source.sample(run, place);
     if (!newest()) return;
     for (const item of this.list.children) item.setAttribute("aria-selected", String(item.dataset.number === String(place)));
-    const group = await source.samples(run, { ...Object.fromEntries(FILTERS.map((key) => [key, ""])), step_from: String(sample.step), step_to: String(sample.step), row: String(sample.row), order: "oldest" }, 0, 200);
+    const group = await source.samples(run, { ...Object.fromEntries(FILTERS.map((key) => [key, ""])), step_from: String(sample.step), step_to: String(sample.step), drawn: String(sample.drawn), order: "oldest" }, 0, 200);
     if (!newest()) return;
     const kept = this.detail.dataset.number === String(place) ? this.detail.scrollTop : 0;
     this.detail.dataset.number = place;
@@ -108,7 +108,7 @@ function facts(sample) {
   return h("div", { class: "facts" },
     fact("reward", rewardText(sample), sample.failure && "bad"),
     fact("advantage", number(sample.advantage), sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : null),
-    fact("step", number(sample.step)), fact("prompt", `#${sample.row}`), fact("sample", sample.sample), fact("tokens", number(sample.tokens)),
+    fact("step", number(sample.step)), fact("prompt", `#${sample.drawn}`), sample.row !== undefined && fact("row", sample.row), fact("sample", sample.sample), fact("tokens", number(sample.tokens)),
     versions.length && fact(oldest === newest ? "version" : "versions", oldest === newest ? oldest : `${oldest}–${newest}`),
     fact("end", sample.finish_reason, sample.finish_reason === "stop" ? null : "bad"), sample.data_set && fact("data set", sample.data_set));
 }

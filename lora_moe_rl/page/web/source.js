@@ -74,7 +74,7 @@ function fits(one, choice) {
   return (
     from(one.step, choice.step_from) && to(one.step, choice.step_to) &&
     from(one.reward, choice.reward_from) && to(one.reward, choice.reward_to) &&
-    (!choice.row || one.row === Number(choice.row)) &&
+    (!choice.drawn || one.drawn === Number(choice.drawn)) &&
     (!choice.finish || one.finish_reason === choice.finish) &&
     (!choice.data_set || one.data_set === choice.data_set) &&
     (!choice.text || textsOf(one).toLowerCase().includes(choice.text.toLowerCase()))

@@ -4,13 +4,13 @@
 const DEFAULTS = {
   view: "curves", runs: "", run: "", // views of one run: that one of the runs that are chosen
   q: "", smooth: "0", log: "", x: "", // curves: search, smoothing, charts with the scale changed, steps from-to
-  step_from: "", step_to: "", row: "", reward_from: "", reward_to: "", finish: "", data_set: "", text: "",
+  step_from: "", step_to: "", drawn: "", reward_from: "", reward_to: "", finish: "", data_set: "", text: "",
   order: "newest", offset: "0", n: "", color: "advantage", // samples
   step: "", layer: "", // routes: of which step, and which layer by step; none: the newest, the first
   at: "", count: "6", // timeline: the last step shown, and how many
   differ: "1", // settings
 };
-const FILTERS = ["step_from", "step_to", "row", "reward_from", "reward_to", "finish", "data_set", "text", "order"];
+const FILTERS = ["step_from", "step_to", "drawn", "reward_from", "reward_to", "finish", "data_set", "text", "order"];
 
 let state = readState();
 

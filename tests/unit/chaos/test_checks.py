@@ -22,7 +22,7 @@ CONFIG = RunConfig(
 
 def order(*steps: tuple[int, ...]) -> list[dict]:
     return [
-        {"step": i, "groups": [{"row": row} for row in rows]}
+        {"step": i, "groups": [{"drawn": row} for row in rows]}
         for i, rows in enumerate(steps, start=1)
     ]
 

@@ -42,6 +42,7 @@ def test_rows_that_are_left_out_are_counted_and_the_others_keep_their_numbers(tm
     config = config.at("eval.sets.sums")
     found = held_out_prompts("eval/sums", config, tokenizer, 0, 32, read_rows(config))
     assert [one.row for one in found.prompts] == [2, 3, 5, 6]
+    assert [one.data_row for one in found.prompts] == [2, 3, 5, 6]
     assert (found.dropped, found.filtered) == (2, 1)
 
 

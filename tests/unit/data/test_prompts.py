@@ -29,6 +29,23 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
     assert [prompt.row for prompt in drawn.next(3)] == [40, 41, 42]
 
 
+def test_a_prompt_knows_its_row_of_the_file_whenever_it_is_drawn(write):
+    """With those that are left out: it is the number that an evaluation of the file tells."""
+    path = write(*({"prompt": f"{i}" * (1 + 80 * (i == 2)), "level": i} for i in range(9)))
+    drawn = source(path=path, too_long="drop", filter={"level": [1, None]})
+    found = drawn.next(14)
+    assert [prompt.row for prompt in found] == list(range(14))
+    assert [str(prompt.data_row) for prompt in found] == texts(found)
+    assert texts(found) != sorted(texts(found)) and {"0", "2"}.isdisjoint(texts(found))
+
+
+def test_a_prompt_of_a_generator_has_the_number_of_its_row_in_the_pass(tmp_path):
+    rows = "def rows():\n    yield from ({'prompt': str(i), 'level': i} for i in range(4))\n"
+    (tmp_path / "few.py").write_text(rows)
+    drawn = source(generator=f"{tmp_path}/few.py:rows", filter={"level": [1, None]})
+    assert [prompt.data_row for prompt in drawn.next(5)] == [1, 2, 3, 1, 2]
+
+
 def test_without_shuffle_and_with_a_limit(write):
     path = write(*({"prompt": str(i)} for i in range(20)))
     assert texts(source(path=path, order="sequential", limit=3).next(5)) == [

@@ -44,7 +44,7 @@ def groups_of(step: int) -> tuple[list[Group], list[Signal]]:
         response.versions[2] = step + 1
         segments = (Segment.given("user", [5, 6]), response)
         samples = [Sample(segments, "stop", f"response {4 * i + k}") for k in range(4)]
-        prompt = Prompt(row=step * 10 + i, text=f"{i}+1=", token_ids=[5, 6])
+        prompt = Prompt(step * 10 + i, f"{i}+1=", token_ids=[5, 6], data_row=7 + i)
         rewards = np.arange(4 * i, 4 * i + 4, dtype=np.float32)
         groups.append(Group(prompt, samples, None, rewards))
     return groups, [Signal.of_samples(group, group.rewards) for group in groups]
@@ -203,7 +203,7 @@ def test_rewind_cuts_and_keeps_what_it_cut(tmp_path):
 def test_the_order_says_which_prompts_a_step_trained_and_under_which_versions(tmp_path):
     run_dir = run_steps(config_in(tmp_path / "run"), [])
     run_dir.write_order(5, 6, groups_of(5)[0])
-    groups = [{"row": row, "versions": [5, 6], "longest": 3} for row in (50, 51)]
+    groups = [{"drawn": row, "versions": [5, 6], "longest": 3} for row in (50, 51)]
     assert list(read_jsonl(run_dir.order_file)) == [{"step": 5, "version": 6, "groups": groups}]
 
 
@@ -251,7 +251,8 @@ def test_samples_are_spread_over_the_prompts(tmp_path):
     assert first == {
         "step": 3,
         "sample": 0,
-        "row": 30,
+        "drawn": 30,
+        "row": 7,
         "prompt": "0+1=",
         "response": "response 0",
         "reward": 1.0,

@@ -23,7 +23,7 @@ def numbers(samples: Samples, choice: Choice, offset: int = 0, limit: int = 100)
     ("choice", "holds"),
     [
         (Choice(step_from=2, step_to=3), lambda one: 2 <= one["step"] <= 3),
-        (Choice(row=5), lambda one: one["row"] == 5),
+        (Choice(drawn=5), lambda one: one["drawn"] == 5),
         (Choice(reward_from=0.25, reward_to=0.5), lambda one: 0.25 <= one["reward"] <= 0.5),
         (Choice(finish="length"), lambda one: one["finish_reason"] == "length"),
         (Choice(finish="never"), lambda one: False),
@@ -55,6 +55,16 @@ def test_pages_follow_each_other(run_dir):
     samples = Samples(run_dir.samples_file)
     whole = numbers(samples, Choice())
     assert numbers(samples, Choice(), 0, 20) + numbers(samples, Choice(), 20, 50) == whole
+
+
+def test_of_an_earlier_version_the_prompts_number_stood_under_row(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    records = [{"step": 1, "row": 7}, {"step": 2, "drawn": 7, "row": 3}, {"step": 3, "row": 3}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    samples = Samples(path)
+    assert numbers(samples, Choice(drawn=7, order="oldest")) == [0, 1]
+    assert samples.record(0) == {"number": 0, "step": 1, "drawn": 7}
+    assert samples.record(1) == {"number": 1, "step": 2, "drawn": 7, "row": 3}
 
 
 def test_a_sample_without_a_reward_comes_last_and_in_no_range(tmp_path):

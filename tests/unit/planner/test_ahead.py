@@ -29,7 +29,7 @@ def test_in_flight_is_the_mean_over_a_spans_time_on_its_engine():
     assert ahead.in_flight(spans).tolist() == [1.5, 2, 1, 1]
 
 
-def a_run(folder, steps=4, counts=None, placement="split", **trainer):
+def a_run(folder, steps=4, counts=None, placement="split", key="drawn", **trainer):
     """Two prompts a step, in turns on one engine: 4 tokens in 4 s, whoever else is there; reward
     1 s, update 2 s, publish 1 s, a step 8 s."""
     config = RunConfig(
@@ -43,7 +43,7 @@ def a_run(folder, steps=4, counts=None, placement="split", **trainer):
     files: dict[str, list[str]] = {"metrics": [], "order": [], "timeline": []}
     for step in range(1, steps + 1):
         at, rows = 8.0 * step, (2 * step, 2 * step + 1)
-        groups = [{"row": row, "versions": [step - 1], "longest": 4} for row in rows]
+        groups = [{key: row, "versions": [step - 1], "longest": 4} for row in rows]
         spans = [[f"engine-{row % 2}", "sample", row, at, 4.0] for row in rows]
         spans += [["rewards", "reward", row, at + 4, 1.0] for row in rows]
         lines = {
@@ -58,8 +58,9 @@ def a_run(folder, steps=4, counts=None, placement="split", **trainer):
     return folder
 
 
-def test_a_run_is_measured_and_simulated_as_it_went(tmp_path):
-    measured = ahead.measure(a_run(tmp_path))
+@pytest.mark.parametrize("key", ["drawn", "row"])  # as now, and as an earlier version had it
+def test_a_run_is_measured_and_simulated_as_it_went(tmp_path, key):
+    measured = ahead.measure(a_run(tmp_path, key=key))
     stages = measured.stages
     assert list(stages.lengths) == [4] * 6  # the first step warms up
     assert (stages.update_s, stages.publish_s, stages.reward_s) == (2, 1, 1)

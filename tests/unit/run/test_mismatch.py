@@ -19,8 +19,8 @@ from lora_moe_rl.run.mismatch import MismatchBounds, stop_above
 
 SAMPLES = 6
 WORST = (
-    "token 8 at 3 of sample 4 (row 0, 2 tokens of prompt, version 3), rollout -2.0000 and trainer "
-    "-0.5000"
+    "token 8 at 3 of sample 4 (prompt 0, 2 tokens of prompt, version 3), rollout -2.0000 and "
+    "trainer -0.5000"
 )
 
 
