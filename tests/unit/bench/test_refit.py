@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -61,6 +64,24 @@ def test_goals_are_judged_by_medians_and_in_their_direction(capsys):
     assert printed.count("missed") == 2
     assert "2,450.0" in printed
     assert "busy" not in printed
+
+
+def test_the_pages_have_the_goals_that_the_command_judges_by():
+    docs = Path(__file__).parents[3] / "docs"
+    goals = {name: one["limit"] for name, one in make_result()["goals"].items()}
+    row = r"^\| ([^|]+?) \| [^|]+ \| [<>]= ([\d.]+) \|"
+    told = dict(re.findall(row, (docs / "refit.md").read_text(), re.M))
+    shown = {"transfers a layer, trainer EP 2": "transfers a layer"}
+    shown["extra memory while receiving / largest part"] = "extra memory / largest part"
+    shown["tokens/s in the second around a refit / before"] = "tokens/s around a refit / before"
+    assert {shown.get(name, name): float(limit) for name, limit in told.items()} == goals
+    figures = (docs / "figures.md").read_text()
+    for words, name in (
+        ("publish over a copy of the same bytes", "publish / memcpy"),
+        ("vLLM's in-memory path over publish", "vLLM in memory / publish"),
+    ):
+        (limit,) = re.findall(rf"^\| {words} \| [^|]+ \| ([\d.]+) \|", figures, re.M)
+        assert float(limit) == goals[name]
 
 
 def test_a_rate_takes_tokens_between_outputs_to_grow_evenly():
