@@ -3,7 +3,8 @@
 Such an adapter holds A, B and, frozen, A0 and B0; a checkpoint has them as [A; A0] and [B, -B0]. To
 multiply these in a short dtype would lose what was trained: a step changes B by less than bfloat16
 tells apart at B's size, and what B A and B0 A0 are each rounded by is larger than what they differ
-by. So everywhere else it is written as the differences, which are exact as far as float32 is:
+by. So everywhere else (what is read of a checkpoint: `shards.served`) it is written as the
+differences, which are exact as far as float32 is:
 
     B A - B0 A0  =  (B - B0) A + (-B0) (A0 - A)  =  [B - B0, -B0] [A; A0 - A]
 
@@ -14,10 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-
-from lora_moe_rl.adapters.spec import AdapterSpec
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,3 @@ def moved_A(A: torch.Tensor, A0: torch.Tensor) -> Sum:
 def moved_B(B: torch.Tensor, minus_B0: torch.Tensor) -> Sum:
     """The first half of B as served."""
     return Sum(B, minus_B0, 1.0)
-
-
-def served(spec: AdapterSpec, name: str, whole: np.ndarray) -> np.ndarray:
-    """The canonical tensor `name` of a checkpoint, float32, as it is served."""
-    site = spec.by_name.get(name.rpartition(".")[0])
-    if site is None or not site.frozen_rank:
-        return whole
-    found, rank = whole.copy(), site.trained_rank
-    if name.endswith(".A"):
-        found[..., rank:, :] -= whole[..., :rank, :]
-    else:
-        found[..., :rank] += whole[..., rank:]
-    return found
