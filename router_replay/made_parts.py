@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.router_replay.packed import PackedRoutes
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import UNKNOWN, RouteTable
 
 
 @dataclass(frozen=True)
 class Head:
-    """A part of which only the first rows count; it is of one record."""
+    """A part of which only the first rows count; it is of one record. `of`, `first`: the sums of
+    the tokens of all its rows and of these."""
 
     part: Any
     num_rows: int
+    of: int = UNKNOWN
+    first: int = UNKNOWN
 
     def made(self, fetched: np.ndarray) -> np.ndarray:
-        return PackedRoutes.from_bytes(fetched).head(self.num_rows).to_bytes()
+        whole = PackedRoutes.from_bytes(fetched)
+        return whole.head(self.num_rows, self.of, self.first).to_bytes()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     layers                    uint32 each: global layer numbers, ascending
     offsets                   uint64 [samples + 1]: sample i has the rows offsets[i]:offsets[i + 1]
     checksums                 uint64 each: xxh3-64 of a sample's rows and validity bits
+    token sums                uint64 each: xxh3-64 of the tokens that its rows are of; 0: not told
     checksum of all above     uint64
     rows                      uint8 [rows, row_bytes], as in kernels/route_codec/layout.py
     validity                  uint8 [rows, ceil(layers / 8)], absent when every row is valid
@@ -25,9 +26,9 @@ import xxhash
 
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, cut_array, pack_array, unpack_array
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import UNKNOWN, RouteTable
 
-MAGIC, VERSION = b"LMRR", 1
+MAGIC, VERSION = b"LMRR", 2
 _START = struct.Struct("<4sHHIIII")
 _HAS_VALIDITY = 1
 
@@ -38,7 +39,7 @@ class PackedRoutes:
 
     rows: uint8 `[rows, row_bytes]`. valid: uint8 `[rows, ceil(layers / 8)]`, bit l % 8 of byte
     l // 8 for layer l; None when all are valid. offsets: int64 `[samples + 1]`. checksums: uint64
-    `[samples]`.
+    `[samples]`. token_sums: as a table has them.
     """
 
     layers: tuple[int, ...]
@@ -47,11 +48,13 @@ class PackedRoutes:
     rows: np.ndarray
     valid: np.ndarray | None
     checksums: np.ndarray
+    token_sums: np.ndarray
 
     @classmethod
     def pack(cls, table: RouteTable, start: int = 0, stop: int | None = None) -> PackedRoutes:
         """Samples start to stop - 1 of a table."""
-        offsets = table.offsets[start : (table.num_samples if stop is None else stop) + 1]
+        stop = table.num_samples if stop is None else stop
+        offsets = table.offsets[start : stop + 1]
         span = slice(int(offsets[0]), int(offsets[-1]))
         layout = RowLayout(len(table.layers), table.ids.shape[2], table.num_experts)
         valid = table.valid[span]
@@ -61,12 +64,13 @@ class PackedRoutes:
             offsets - offsets[0],
             pack_array(table.ids[span], layout),
             None if valid.all() else np.packbits(valid, axis=1, bitorder="little"),
+            table.sums[start:stop].astype("<u8"),
         )
 
     @classmethod
-    def _of(cls, layers, layout, offsets, rows, valid) -> PackedRoutes:
+    def _of(cls, layers, layout, offsets, rows, valid, token_sums) -> PackedRoutes:
         sums = [_checksum(rows, valid, *span) for span in pairwise(offsets)]
-        return cls(layers, layout, offsets, rows, valid, np.array(sums, dtype="<u8"))
+        return cls(layers, layout, offsets, rows, valid, np.array(sums, "<u8"), token_sums)
 
     def cut(self, layers: Sequence[int]) -> PackedRoutes:
         """The same samples with only these consecutive layers.
@@ -85,17 +89,21 @@ class PackedRoutes:
             valid = np.packbits(bits[:, first : first + len(layers)], axis=1, bitorder="little")
         layout = RowLayout(len(layers), self.layout.top_k, self.layout.num_experts)
         rows = cut_array(self.rows, self.layout, first, len(layers))
-        return PackedRoutes._of(layers, layout, self.offsets, rows, valid)
+        return PackedRoutes._of(layers, layout, self.offsets, rows, valid, self.token_sums)
 
-    def head(self, num_rows: int) -> PackedRoutes:
-        """The first rows of the first sample. Raises ReplayError when it has fewer, or is
-        corrupt."""
+    def head(self, num_rows: int, of: int = UNKNOWN, first: int = UNKNOWN) -> PackedRoutes:
+        """The first rows of the first sample. `of`, `first`: the sums of its tokens and of those of
+        these rows. Raises ReplayError when it has fewer, is corrupt, or is of other tokens."""
         self.check(0, "routes that are cut")
+        self.check_tokens(0, of, "routes that are cut")
         if not 0 <= num_rows <= self.offsets[1]:
             raise ReplayError(f"{num_rows} rows cannot be cut from routes of {self.offsets[1]}")
         valid = None if self.valid is None else self.valid[:num_rows]
         offsets = np.array([0, num_rows], dtype=np.int64)
-        return PackedRoutes._of(self.layers, self.layout, offsets, self.rows[:num_rows], valid)
+        sums = np.array([first], "<u8")
+        return PackedRoutes._of(
+            self.layers, self.layout, offsets, self.rows[:num_rows], valid, sums
+        )
 
     @property
     def num_samples(self) -> int:
@@ -110,6 +118,16 @@ class PackedRoutes:
                 f"their xxh3-64 is {found:016x}, packed with {int(self.checksums[sample]):016x}"
             )
 
+    def check_tokens(self, sample: int, found: int, where: str) -> None:
+        """Raises ReplayError, naming the sample, where its routes were recorded of other tokens
+        than those of this sum. Where either is UNKNOWN nothing can be said."""
+        recorded = int(self.token_sums[sample])
+        if UNKNOWN not in (recorded, found) and recorded != found:
+            raise ReplayError(
+                f"{where}: its routes are those of other tokens, whose xxh3-64 is {recorded:016x}; "
+                f"that of its own is {found:016x}: routes and samples were exchanged on their way"
+            )
+
     def to_bytes(self) -> np.ndarray:
         """uint8: the header, rows and validity."""
         flags = 0 if self.valid is None else _HAS_VALIDITY
@@ -120,6 +138,7 @@ class PackedRoutes:
                 np.asarray(self.layers, dtype="<u4").tobytes(),
                 self.offsets.astype("<u8").tobytes(),
                 self.checksums.tobytes(),
+                self.token_sums.tobytes(),
             ]
         )
         head += struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
@@ -143,14 +162,16 @@ class PackedRoutes:
                 f"of {MAGIC!r}"
             )
         num_layers, top_k, num_experts, num_samples = counts
-        ends = np.cumsum([_START.size, 4 * num_layers, 8 * (num_samples + 1), 8 * num_samples, 8])
-        head = data[: ends[3]].tobytes()
-        found = data[ends[3] : ends[4]].tobytes()
+        each = 8 * num_samples
+        ends = np.cumsum([_START.size, 4 * num_layers, each + 8, each, each, 8])
+        head = data[: ends[4]].tobytes()
+        found = data[ends[4] : ends[5]].tobytes()
         if struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) != found:
             raise ReplayError("the header of packed routes is corrupt: its xxh3-64 differs")
         layers = tuple(np.frombuffer(head, "<u4", num_layers, ends[0]).tolist())
         offsets = np.frombuffer(head, "<u8", num_samples + 1, ends[1]).astype(np.int64)
         checksums = np.frombuffer(head, "<u8", num_samples, ends[2])
+        token_sums = np.frombuffer(head, "<u8", num_samples, ends[3])
         layout = _layout(num_layers, top_k, num_experts)
         if flags & ~_HAS_VALIDITY or any(a >= b for a, b in pairwise(layers)):
             raise ReplayError(
@@ -164,7 +185,7 @@ class PackedRoutes:
             )
         num_rows = int(offsets[-1])
         width = -(-num_layers // 8) if flags & _HAS_VALIDITY else 0
-        body = data[ends[4] :]
+        body = data[ends[5] :]
         if len(body) != num_rows * (layout.row_bytes + width):
             raise ReplayError(
                 f"packed routes of {num_rows} rows have {len(body)} bytes of them, expected "
@@ -173,7 +194,7 @@ class PackedRoutes:
         middle = num_rows * layout.row_bytes
         rows = body[:middle].reshape(num_rows, layout.row_bytes)
         valid = body[middle:].reshape(num_rows, width) if width else None
-        return cls(layers, layout, offsets, rows, valid, checksums)
+        return cls(layers, layout, offsets, rows, valid, checksums, token_sums)
 
     def unpack(self, where: str = "packed routes") -> RouteTable:
         """All of it. Raises ReplayError for a corrupt sample and for routes that are impossible."""
@@ -185,6 +206,7 @@ class PackedRoutes:
             self.offsets,
             self.layers,
             self.layout.num_experts,
+            self.token_sums,
         )
         table.check()
         return table

@@ -6,7 +6,7 @@ They stay packed until a micro-batch's forward (`router_replay/replay.py`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import starmap
 
 import numpy as np
@@ -18,10 +18,11 @@ from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes, valid_rows
 from lora_moe_rl.router_replay.replay import MicroRoutes
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import UNKNOWN, RouteTable, token_sum
 from lora_moe_rl.router_replay.travel import SentRoutes, fetch, send
 
 Sent = SentRoutes | RouteTable
+Fed = Callable[[int], np.ndarray]  # the tokens fed of a sample, one a row
 
 
 class Routes:
@@ -91,8 +92,9 @@ class Routes:
                 )
             first += part.num_samples
 
-    def fetch(self, samples: Iterable[int]) -> None:
-        """Brings the routes of the samples in this rank's layers here, and checks their bytes."""
+    def fetch(self, samples: Iterable[int], fed: Fed | None = None) -> None:
+        """Brings the routes of the samples in this rank's layers here, checks their bytes, and that
+        they are of the tokens that are fed of each; without `fed` these are not known."""
         wanted = {sample: self._places(sample) for sample in samples}
         chunks = [chunk for chunk, layers in enumerate(self.chunks) if layers]
         keys = {
@@ -108,15 +110,31 @@ class Routes:
             self.bytes += array.nbytes
             blocks[place] = self._parsed(place, array)
         for sample, turns in wanted.items():
-            for part, block, local in turns:
+            sums = self._token_sums(turns, None if fed is None else fed(sample))
+            for (part, block, local), found in zip(turns, sums, strict=True):
                 for place in {keys[part, block, chunk] for chunk in chunks}:
                     blocks[place].check(local, f"sample {sample}")
+                    blocks[place].check_tokens(local, found, f"sample {sample}")
         cut = {key: blocks[place].cut(self.chunks[key[2]]) for key, place in keys.items()}
         for sample, turns in wanted.items():
             for chunk in chunks:
                 named = [((part, block, chunk), local) for part, block, local in turns]
                 self._received[chunk, sample] = [(blocks[keys[key]], at) for key, at in named]
                 self._packed[chunk, sample] = [(cut[key], at) for key, at in named]
+
+    def _token_sums(
+        self, turns: Sequence[tuple[int, int, int]], fed: np.ndarray | None
+    ) -> list[int]:
+        """Of each of a sample's turns, of the tokens fed that it has the rows of."""
+        if fed is None:
+            return [UNKNOWN] * len(turns)
+        sums, start = [], 0
+        for part, block, local in turns:
+            record = self.parts[part].blocks[block].first + local
+            stop = start + int(np.diff(self.parts[part].offsets[record : record + 2])[0])
+            sums.append(token_sum(fed[start:stop]))
+            start = stop
+        return sums
 
     def _parsed(self, place: tuple[int, int, int], data: np.ndarray) -> PackedRoutes:
         packed = PackedRoutes.from_bytes(data)

@@ -26,9 +26,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+import xxhash
 
 from lora_moe_rl.errors import ReplayError
 
+UNKNOWN = 0  # the sum of tokens that nobody was told
 _ROWS_AT_ONCE = 1 << 15
 _MOST_PAIRED = 32  # experts a token; pairs grow with its square
 
@@ -52,6 +54,8 @@ class RouteTable:
     valid: bool `[rows, moe_layers]`; the ids of an invalid row mean nothing.
     offsets: int64 `[samples + 1]`; sample i has the rows `offsets[i]:offsets[i + 1]`.
     layers: global layer number (from 0) of each MoE layer, ascending.
+    token_sums: uint64 `[samples]`, `token_sum` of the tokens whose rows these are; None when who
+    made the table was not told.
     """
 
     ids: np.ndarray
@@ -59,6 +63,7 @@ class RouteTable:
     offsets: np.ndarray
     layers: tuple[int, ...]
     num_experts: int
+    token_sums: np.ndarray | None = None
 
     @classmethod
     def build(
@@ -117,6 +122,13 @@ class RouteTable:
         return len(self.offsets) - 1
 
     @property
+    def sums(self) -> np.ndarray:
+        """`token_sums`, UNKNOWN where there are none."""
+        if self.token_sums is None:
+            return np.full(self.num_samples, UNKNOWN, np.uint64)
+        return self.token_sums
+
+    @property
     def coverage(self) -> float:
         """Share of (token, MoE layer) pairs that have recorded routes."""
         return float(self.valid.mean()) if self.valid.size else 1.0
@@ -146,7 +158,14 @@ class RouteTable:
             np.concatenate([*offsets, shifts[-1:]]),
             tables[0].layers,
             tables[0].num_experts,
+            np.concatenate([t.sums for t in tables]),
         )
+
+
+def token_sum(token_ids: Sequence[int] | np.ndarray) -> int:
+    """What binds routes to the tokens that they were recorded of: xxh3-64 of these as int32, never
+    UNKNOWN."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(token_ids, dtype="<i4")) or 1
 
 
 def _impossible(ids: np.ndarray, num_experts: int) -> np.ndarray:

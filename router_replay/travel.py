@@ -32,7 +32,7 @@ from lora_moe_rl.errors import RoutesLost
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.router_replay.made_parts import Absent, Head
 from lora_moe_rl.router_replay.packed import PackedRoutes
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import UNKNOWN, RouteTable
 
 BLOCK_BYTES = 1 << 20
 INLINE_BYTES = 1 << 14
@@ -92,7 +92,9 @@ class SentRoutes:
     def table(self) -> RouteTable:
         """All of it, fetched and unpacked. Raises ReplayError for corrupt parts."""
         whole = RouteTable.concat([_unpacked(block) for block in self.blocks])
-        return replace(whole, offsets=self.sample_offsets)
+        if self.turns is None:
+            return whole
+        return replace(whole, offsets=self.sample_offsets, token_sums=None)  # these are of records
 
     def of_sample(self, sample: int) -> RouteTable:
         """One sample's, from the blocks that hold any of it. Raises as `table` does."""
@@ -103,9 +105,10 @@ class SentRoutes:
                 whole = _unpacked(block)
                 begin, end = whole.offsets[[first - block.first, stop - block.first]]
                 own = {"ids": whole.ids[begin:end], "valid": whole.valid[begin:end]}
-                tables.append(replace(whole, **own, offsets=np.array([0, end - begin])))
+                here = np.array([0, end - begin])
+                tables.append(replace(whole, **own, offsets=here, token_sums=None))
         found = RouteTable.concat(tables)
-        return replace(found, offsets=found.offsets[[0, -1]])
+        return replace(found, offsets=found.offsets[[0, -1]], token_sums=None)
 
 
 def _unpacked(block: Block) -> RouteTable:
@@ -142,10 +145,13 @@ def join(samples: Sequence[Sequence[SentRoutes]]) -> SentRoutes:
     )
 
 
-def head(sent: SentRoutes, num_rows: int) -> SentRoutes:
-    """The first rows of one record, by reference. Raises ValueError for routes of several records,
-    for more rows than there are, and where some of these rows lack a layer: how often each layer is
-    missing among them is not known."""
+def head(
+    sent: SentRoutes, num_rows: int, of: int = UNKNOWN, first: int = UNKNOWN
+) -> SentRoutes:
+    """The first rows of one record, by reference. `of`, `first`: `token_sum` of all its tokens and
+    of those of these rows, which who packed it had no reason to add. Raises ValueError for routes
+    of several records, for more rows than there are, and where some of these rows lack a layer: how
+    often each layer is missing among them is not known."""
     if len(sent.offsets) != 2 or not 0 <= num_rows <= sent.num_rows:
         raise ValueError(f"{num_rows} rows are not the first of records of {sent.offsets.tolist()}")
     if num_rows == sent.num_rows:
@@ -155,7 +161,7 @@ def head(sent: SentRoutes, num_rows: int) -> SentRoutes:
             f"row {sent.incomplete[0]} lacks a layer, and is among the first {num_rows}"
         )
     whole = absent(sent.pieces, sent.top_k, sent.num_experts, num_rows)
-    cut = _with_parts(sent, lambda part: Head(part, num_rows))
+    cut = _with_parts(sent, lambda part: Head(part, num_rows, of, first))
     none = np.zeros(0, np.int64)
     return replace(
         cut, offsets=whole.offsets, missing=0 * whole.missing, incomplete=none, first_missing=None

@@ -9,6 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test is timed: a machine may be busy with something else.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Processes that tests spawn find their functions by the names that test files have: tests.unit....
 # At the end: folders of ours are named as packages that others look for.

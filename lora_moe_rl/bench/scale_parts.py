@@ -212,7 +212,7 @@ def replay(size: Size) -> Work:
     def work() -> None:
         found = Routes(sent, [tuple(range(size.layers // STAGES))])
         found.check_samples(made.lengths())
-        found.fetch(mine)
+        found.fetch(mine, made.fed)
 
     return work
 

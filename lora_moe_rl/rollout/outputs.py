@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from lora_moe_rl.errors import ReplayError, RolloutError
 from lora_moe_rl.rollout import stop_strings
 from lora_moe_rl.rollout.in_flight import Piece, Question
 from lora_moe_rl.router_replay import table
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
 
 
 def sampling_params(config: RunConfig, stop_ids: set[int]) -> Any:
@@ -102,19 +103,22 @@ def samples_and_routes(
     texts = tokenizer.batch_decode(
         [one[-1].token_ids[len(one[0].before) :] for one in pieces], skip_special_tokens=True
     )
-    cuts, rows, num_rows = [], [], []
+    cuts, rows, num_rows, sums = [], [], [], []
     for of_sample in pieces:
         there, splits, found, total = recorded, [], [], 0
+        fed: list[int] = []
         for piece in of_sample:
             if piece.recorded != there:
                 splits.append(there + 1)
             there = len(piece.token_ids) - 1
             found.append(_segment(total, piece, there - piece.recorded, shape))
+            fed += piece.token_ids[piece.recorded : there]
             total += there - piece.recorded
         cuts.append(tuple(splits))
         rows.append([segment for segment in found if segment is not None])
         num_rows.append(total)
-    routes = _table(rows, num_rows, shape)
+        sums.append(token_sum(fed))
+    routes = _table(rows, num_rows, shape, sums)
     heads = [b""] * len(pieces) if recorded else _prompt_routes(pieces, routes)
     parts = zip(pieces, texts, cuts, heads, strict=True)
     return [_sample(*one) for one in parts], routes
@@ -149,13 +153,14 @@ def scores_and_routes(
     answers: Sequence[Any], shape: ModelShape
 ) -> tuple[list[np.ndarray], RouteTable]:
     """Logprobs `[L - 1]` and routes of whole sequences."""
-    scores, rows = [], []
+    scores, rows, sums = [], [], []
     for answer in answers:
         scores.append(_after_the_first(answer.prompt_logprobs))
+        sums.append(token_sum(answer.prompt_token_ids[:-1]))
         routes = _moe_rows(answer.outputs[0].routed_experts, shape)
         # The last token was fed too, to sample the token that vLLM insists on.
         rows.append(None if routes is None else routes[: len(answer.prompt_token_ids) - 1])
-    return scores, _table(rows, [len(score) for score in scores], shape)
+    return scores, _table(rows, [len(score) for score in scores], shape, sums)
 
 
 def prompt_scores(answer: Any, top: int) -> ToldPrompt:
@@ -222,5 +227,6 @@ def _moe_rows(routes: np.ndarray | None, shape: ModelShape) -> np.ndarray | None
     return None if routes is None else routes[:, list(shape.moe_layers)]
 
 
-def _table(rows: list, num_rows: list[int], shape: ModelShape) -> RouteTable:
-    return RouteTable.build(rows, num_rows, shape.moe_layers, shape.num_experts, shape.top_k)
+def _table(rows: list, num_rows: list[int], shape: ModelShape, sums: list[int]) -> RouteTable:
+    sizes = shape.moe_layers, shape.num_experts, shape.top_k
+    return replace(RouteTable.build(rows, num_rows, *sizes), token_sums=np.array(sums, np.uint64))

@@ -29,6 +29,7 @@ from lora_moe_rl.config import TrainerConfig
 from lora_moe_rl.kernels.route_codec import RowLayout
 from lora_moe_rl.rollout.outputs import route_pieces
 from lora_moe_rl.router_replay import travel
+from lora_moe_rl.router_replay.table import token_sum
 from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.service.prefixes import Node, Prefixes
 
@@ -55,9 +56,11 @@ class Found:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One sample: its L - 1 rows and logprobs, float32 [R], and the state that sampled it."""
+    """One sample: its L - 1 rows and the sum of their tokens, logprobs, float32 [R], and the state
+    that sampled it."""
 
     routes: SentRoutes
+    token_sum: int
     logprobs: np.ndarray
     bytes: int
     node: Node
@@ -119,7 +122,8 @@ class RouteStore:
         node = self._prefixes.add(_owned(of.model, tokens[:-1]), number)
         logprobs = np.array(logprobs, np.float32)
         size = self._row_bytes(routes) * routes.num_rows + TOKEN_BYTES * len(tokens)
-        self._recorded[number] = _Recorded(routes, logprobs, size, node, of.state)
+        tokens_fed = token_sum(tokens[:-1])
+        self._recorded[number] = _Recorded(routes, tokens_fed, logprobs, size, node, of.state)
         self.bytes += size
         while self.bytes > self.limit:
             self._forget_one()
@@ -142,7 +146,7 @@ class RouteStore:
             number = self._with_logprobs(node, common, logprobs)
         if common:
             self._recorded.move_to_end(number)
-            common, found = self._begun_with(self._recorded[number].routes, common, len(tokens))
+            common, found = self._begun_with(self._recorded[number], common, tokens)
         self.counts["data"] += 1
         self.counts["rows"] += len(tokens)
         self.counts["data_in_full"] += common == len(tokens)
@@ -150,14 +154,17 @@ class RouteStore:
         self.counts["rows_found"] += common
         return Found(found, common)
 
-    def _begun_with(self, routes: SentRoutes, rows: int, num_rows: int) -> tuple[int, SentRoutes]:
-        """A datum of `num_rows` rows of which the first are those of a sample: how many, since a
-        sample's rows are cut where one lacks a layer; and all of them."""
+    def _begun_with(
+        self, recorded: _Recorded, rows: int, tokens: np.ndarray
+    ) -> tuple[int, SentRoutes]:
+        """A datum whose first `rows` tokens are those of a sample: how many, since a sample's
+        rows are cut where one lacks a layer; and all of them."""
+        routes, num_rows = recorded.routes, len(tokens)
         if rows < routes.num_rows and len(routes.incomplete):
             rows = min(rows, int(routes.incomplete[0]))
         if rows == 0:
             return 0, self.missing(num_rows)
-        first = travel.head(routes, rows)
+        first = travel.head(routes, rows, recorded.token_sum, token_sum(tokens[:rows]))
         if rows == num_rows:
             return rows, first
         return rows, travel.join([[first, self.missing(num_rows - rows)]])

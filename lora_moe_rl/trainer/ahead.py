@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.router_replay.routes import Routes
+from lora_moe_rl.router_replay.routes import Fed, Routes
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.trainer.engine import TrainingEngine, Work
 
@@ -62,7 +62,7 @@ class Ahead:
         batch, parts = TrainBatch.from_sequences(sequences), () if table is None else (table,)
         works = self._works(sequences)
         routes = None if works is None else self.engine.routes(batch, parts)
-        same = works is not None and (routes is None or self._chosen(works, routes))
+        same = works is not None and (routes is None or self._chosen(works, routes, batch.fed))
         # Ranks differ: each sees its own layers and tokens, and one may have been started anew.
         agreed = torch.tensor([float(works is not None), float(same)])
         agreed = agreed.to(self.engine.device.torch_device)
@@ -82,10 +82,10 @@ class Ahead:
             return None
         return found.works if found.sequences == [list(ids) for ids in sequences] else None
 
-    def _chosen(self, works: Sequence[Work], routes: Routes) -> bool:
+    def _chosen(self, works: Sequence[Work], routes: Routes, fed: Fed) -> bool:
         """Whether these routes are those that this rank's routers chose."""
         replay, device = self.engine.replay, self.engine.device.torch_device
-        routes.fetch(sample for work in works for sample in work.data.samples)
+        routes.fetch((sample for work in works for sample in work.data.samples), fed)
         return all(
             replay.chose(micro, work.recorded, device)
             for work in works

@@ -185,7 +185,7 @@ class TrainingEngine:
         data = [pack(batch, chunk, trainer.tp * trainer.cp, longest) for chunk in plan]
         if routes is None:
             return [Work(one, None) for one in data]
-        routes.fetch(sample for one in data for sample in one.samples)
+        routes.fetch((sample for one in data for sample in one.samples), batch.fed)
         told = self.exchange.tell([routes.micro(one) for one in data])
         pairs = zip(data, told, strict=True)
         return [Work(one, here, routes.complete(one)) for one, here in pairs]

@@ -37,11 +37,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "merged": ("refit.mode=merged",),
 }
 # Clocks; memory; the last bit of the engine's logprobs, which depends on what it batches together,
-# and what the proof finds by them; and the bytes of the routes' blocks, which depend on what is
-# packed together.
+# and what the proof finds by them; the bytes of the routes' blocks, which depend on what is packed
+# together; and how many steps a checkpoint is behind, which is written beside the next ones.
 MEASURED = re.compile(
     r"time/.*|idle/.*|perf/.*|memory/.*|placement/.*|refit/(?!bytes).*|.*/tokens_per_second|mismatch/.*|"
-    r"replay/bytes"
+    r"replay/bytes|checkpoint/steps_behind"
 )
 
 

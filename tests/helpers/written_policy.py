@@ -4,12 +4,15 @@ the tokens up to it alone, as in a model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Sample, Segment
-from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import join, send
+from lora_moe_rl.router_replay.packed import PackedRoutes
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
+from lora_moe_rl.router_replay.travel import SentRoutes, fetch, join, send
 
 LAYERS, EXPERTS, TOP_K, END = (1, 3, 4), 8, 2, 9
 
@@ -25,7 +28,26 @@ def routes_of(token_ids: Sequence[int]) -> np.ndarray:
 
 def table_of(sequences: Sequence[Sequence[int]]) -> RouteTable:
     rows = [routes_of(token_ids) for token_ids in sequences]
-    return RouteTable.build(rows, [len(one) for one in rows], LAYERS, EXPERTS, TOP_K)
+    return bound_table(rows, [token_ids[:-1] for token_ids in sequences])
+
+
+def bound_table(rows: Sequence[np.ndarray], fed: Sequence[Sequence[int]]) -> RouteTable:
+    """Of rows that were recorded of the tokens `fed`."""
+    table = RouteTable.build(rows, [len(one) for one in rows], LAYERS, EXPERTS, TOP_K)
+    return replace(table, token_sums=np.array([token_sum(one) for one in fed], np.uint64))
+
+
+def check_bound(samples: Sequence[Sample], sent: SentRoutes) -> None:
+    """Every record is of the tokens that are fed of its sample in the record's place."""
+    batch = TrainBatch.from_samples(samples, [], [])
+    assert sent.sample_offsets.tolist() == batch.offsets.tolist()
+    for i, start in enumerate(sent.sample_offsets[:-1].tolist()):
+        for record in sent.records(i):
+            fed = batch.fed(i)[slice(*sent.offsets[record : record + 2] - start)]
+            (block,) = (one for one in sent.blocks if one.first <= record < one.stop)
+            for part in fetch(block.parts):
+                packed = PackedRoutes.from_bytes(part)
+                assert packed.token_sums[record - block.first] == token_sum(fed)
 
 
 def logprob_of(token_ids: Sequence[int], place: int) -> float:
@@ -53,7 +75,7 @@ class WrittenPolicy:
         reason = "stop" if said[-1] == END else "length"
         text = "".join(chr(48 + token) for token in said if token != END)
         rows = routes_of(whole)[turn.recorded :]
-        table = RouteTable.build([rows], [len(rows)], LAYERS, EXPERTS, TOP_K)
+        table = bound_table([rows], [whole[turn.recorded : -1]])
         return [Sample((given, segment), reason, text)], send(table, [(1,), (3, 4)])
 
     def join(self, samples):

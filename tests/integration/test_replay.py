@@ -15,7 +15,7 @@ from ranks import random_adapter, random_batch, run_ranks
 from lora_moe_rl.config import ReplayConfig, RunConfig
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.rollout.outputs import route_pieces
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
 from lora_moe_rl.router_replay.travel import send
 
 ALL = 10**6
@@ -89,11 +89,11 @@ def test_every_route_is_used_in_every_layout(model, one_rank, layout):
     everyone = run_ranks(make_config(model, **layout), model, step_and_gradients)
     got_loss, got_norm, got, *_ = everyone[0]
     assert (got_loss, got_norm) == pytest.approx((loss, norm), rel=1e-4)
-    # A chunk's routers compare their map once in each forward and once more in backward.
+    # A chunk's routers compare their map once in the forward of training and once more in backward;
+    # the reference's routes are its own.
     times = 2 if "recompute" in layout else 1
-    forwards = 1 + times  # the reference's, and training's
     rows = sum(len(ids) - 1 for ids in random_rows(model))
-    assert got["replay/audited"] == rows * 3 * forwards
+    assert got["replay/audited"] == rows * 3 * times
     for *_, (received, chunks) in everyone:
         row_bytes = sum(-(-layers * TOP_K * BITS // 8) for layers in chunks)
         samples = 4 if layout.get("ep") == 2 else 8
@@ -193,6 +193,32 @@ def test_a_fault_of_any_kind_stops_the_step_and_is_named(model):
     )
     assert found["corrupt"].startswith("sample 10: routes of layers 1 to 3 are corrupt")
     assert cleared and audited > 0
+
+
+def exchanged(worker, spec):
+    """Two equally long samples, with their own routes and with each other's."""
+    worker.set_adapter(random_adapter(spec))
+    batch, table = random_batch(spec, samples=2, lengths=(20, 21))
+    sums = np.array([token_sum(batch.fed(sample)) for sample in (0, 1)], np.uint64)
+    bound = dataclasses.replace(table, token_sums=sums)
+    pieces = route_pieces(spec.shape, worker.config.trainer)
+    sent = send(bound, pieces, block_bytes=1)
+    one, other = sent.blocks
+    blocks = (
+        dataclasses.replace(one, parts=other.parts),
+        dataclasses.replace(other, parts=one.parts),
+    )
+    before = worker.version()
+    with pytest.raises(ReplayError) as raised:
+        worker.update(batch, dataclasses.replace(sent, blocks=blocks))
+    assert worker.version() == before
+    return str(raised.value), worker.update(batch, sent).metrics["replay/audited"]
+
+
+@pytest.mark.parametrize("layout", [{}, {"world_size": 2, "pp": 2}], ids=["alone", "pp2"])
+def test_routes_of_equally_long_samples_that_were_exchanged_stop_the_step(model, layout):
+    for told, audited in run_ranks(make_config(model, **layout), model, exchanged):
+        assert told.startswith("sample 0: its routes are those of other tokens") and audited > 0
 
 
 def test_only_references_pass_through_the_controller(ray_session):

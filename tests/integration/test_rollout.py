@@ -10,11 +10,13 @@ import torch
 from engine_fixtures import EngineUnderTest, hf_name, reference
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from refit_ranks import make_layouts
+from written_policy import check_bound
 
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.config import TrainerConfig
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.environments.parts.conversation import Conversation
-from lora_moe_rl.errors import RefitError
+from lora_moe_rl.errors import RefitError, ReplayError
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.router_replay.travel import join
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -189,6 +191,25 @@ def test_several_turns_are_one_uninterrupted_request(engine):
     assert len(policy.rows) == 4 * len(prompts)
     assert sum(rows for *_, rows in policy.rows) == len(table.ids)
     assert sum(length + said - 1 for length, said, _ in policy.rows) > 2 * len(table.ids)
+
+
+def test_routes_are_bound_to_the_tokens_that_vllm_was_fed(engine):
+    from lora_moe_rl.router_replay.routes import Routes
+
+    version = engine.new_version(engine.random_adapter(seed=18))
+    sequences = random_prompts(18, [20, 20])
+    for samples, sent in ray.get(engine.sample_refs(sequences, 3, version)):
+        check_bound(samples, sent)
+    _, table = engine.score(sequences, version)
+    for order in (1, -1):
+        batch = TrainBatch.from_sequences(sequences[::order])
+        routes = Routes([table], [table.layers])
+        routes.check_samples(batch.lengths())
+        if order == 1:
+            routes.fetch([0, 1], batch.fed)
+            continue
+        with pytest.raises(ReplayError, match="sample 0: its routes are those of other tokens"):
+            routes.fetch([0, 1], batch.fed)
 
 
 def test_dense_sites_equal_the_peft_library(engine):

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from spoken_source import EOS, TOKENIZER, Speaker, Spoken, client, listening
-from written_policy import table_of
+from written_policy import check_bound, table_of
 
 from lora_moe_rl.endpoint.sessions import Session, Sessions
 from lora_moe_rl.errors import EngineDied
@@ -38,6 +38,7 @@ def opened(*texts: str, **lengths: int) -> tuple[Sessions, Session, Speaker]:
 def samples_of(session: Session):
     """With a check that every row of routes is there, and is that of one request."""
     samples, routes = session.conversations["policy"].samples()
+    check_bound(samples, join(routes))
     table = join(routes).table()
     np.testing.assert_array_equal(table.ids, table_of([s.token_ids.tolist() for s in samples]).ids)
     assert table.valid.all()

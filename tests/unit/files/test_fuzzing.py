@@ -237,7 +237,7 @@ def sign_routes(data: bytes) -> bytes:
         return data
     layers, samples = (struct.unpack_from("<I", data, at)[0] for at in (8, 20))
     sums = 24 + 4 * layers + 8 * (samples + 1)
-    end = sums + 8 * samples
+    end = sums + 2 * 8 * samples
     if end + 8 > len(data):
         return data
     head = data[:end]

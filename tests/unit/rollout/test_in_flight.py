@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from versioned_model import END, SHAPE, Texts, VersionedEngine, logprob_of, route_of, token_of
+from written_policy import check_bound
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
@@ -26,6 +27,7 @@ from lora_moe_rl.rollout.in_flight import InFlight, Question, seed_after
 from lora_moe_rl.router_replay.travel import join, send
 
 LIMIT, SEED = 12, 40
+SPEC = SimpleNamespace(shape=SimpleNamespace(vocab_size=10))
 PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
@@ -126,6 +128,7 @@ def test_any_cut_of_samples_keeps_what_every_tokens_version_gave_it(prompt, n, e
     policy = Policy(split, ends)
     samples, sent = asyncio.run(policy.sample(prompt, n))
     table = sent.table()
+    check_bound(samples, sent)
     assert len(samples) == n and table.valid.all()
     check_tokens(samples)
     for number, sample in enumerate(samples):
@@ -171,6 +174,7 @@ def test_any_cut_of_a_conversation_keeps_what_every_tokens_version_gave_it(
 
     samples, routes = asyncio.run(talk())
     table = join(routes).table()
+    check_bound(samples, join(routes))
     assert table.valid.all() and samples[0].num_sampled == samples[0].mask.sum()
     check_tokens(samples)
     (check_split if split else check_joined)(samples, table)
@@ -251,9 +255,7 @@ class LateLLM:
 
 
 async def test_all_that_an_older_version_samples_is_ended_and_nothing_else(monkeypatch):
-    engine = RolloutEngine(
-        RunConfig(), "model", SimpleNamespace(shape=SimpleNamespace(vocab_size=9)), 0
-    )
+    engine = RolloutEngine(RunConfig(), "model", SPEC, 0)
     engine.llm, engine.receipts, engine.sampling = LateLLM(), {1: None, 2: None}, None
     monkeypatch.setattr(outputs, "params_of", lambda *_: None)
     monkeypatch.setattr(engine, "_lora_request", lambda version: engine.receipts[version])
@@ -276,7 +278,7 @@ def question(version: int) -> Question:
 
 
 async def test_requests_do_not_move_on_to_a_version_that_is_not_served():
-    engine = RolloutEngine(RunConfig(), "model", None, 0)
+    engine = RolloutEngine(RunConfig(), "model", SPEC, 0)
     with pytest.raises(RefitError, match="asked for adapter version 2, but serves none"):
         await engine.move_on(2)
     assert engine.in_flight.newest == -1

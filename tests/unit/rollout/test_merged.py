@@ -15,6 +15,7 @@ from lora_moe_rl.kernels.merge.rounding import Arrived
 from lora_moe_rl.refit.parts import PartLayout, SentPart
 from lora_moe_rl.rollout.merged import MergedRolloutEngine
 
+SPEC = SimpleNamespace(shape=SimpleNamespace(vocab_size=10))
 LAYOUTS = [PartLayout(0, "float32", 0, ())]
 ARRIVED = Arrived(1.0, 2.0, 3.0, 4.0)
 
@@ -54,8 +55,7 @@ class FakeLLM:
 
 def make_engine(timeout_s: float = 30) -> MergedRolloutEngine:
     config = RunConfig(refit={"mode": "merged", "timeout_s": timeout_s})
-    spec = SimpleNamespace(shape=SimpleNamespace(vocab_size=10))
-    engine = MergedRolloutEngine(config, "model", spec, 0)
+    engine = MergedRolloutEngine(config, "model", SPEC, 0)
     engine.llm, engine.layouts = FakeLLM(), LAYOUTS
     return engine
 

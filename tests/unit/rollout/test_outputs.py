@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.errors import ReplayError, RolloutError
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.rollout import outputs, stop_strings
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.rollout.in_flight import Piece, Question
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
 
 pytestmark = pytest.mark.seconds  # imports vLLM
 
@@ -240,3 +241,29 @@ def test_a_turn_is_asked_for_no_row_of_routes_that_an_earlier_one_has():
     said.routed_experts = routes_of(4)
     with pytest.raises(ReplayError, match="routes of 4 tokens .* was to record 2"):
         outputs.samples_and_routes(pieces, Texts(), SHAPE, recorded=2)
+
+
+def test_routes_are_bound_to_the_tokens_that_were_fed():
+    """Of each piece those that it recorded; of a scored sequence all but the last."""
+
+    def said(token_ids, rows):
+        return SimpleNamespace(
+            token_ids=token_ids, logprobs=flat(*([(t, -1.0)] for t in token_ids)),
+            finish_reason="stop", stop_reason=None, routed_experts=routes_of(rows),
+        )  # fmt: skip
+
+    joined = [Piece([1, 2, 3], said([7], 3), 6, 0), Piece([1, 2, 3, 7], said([8, 9], 2), 7, 3)]
+    split = [Piece([1, 2, 3], said([7], 3), 6, 0), Piece([1, 2, 3, 7], said([8, 9], 5), 7, 0)]
+    samples, table = outputs.samples_and_routes([joined, split], Texts(), SHAPE)
+    fed = [TrainBatch.from_samples([sample], [], []).fed(0) for sample in samples]
+    assert fed[0].tolist() == [1, 2, 3, 7, 8] and fed[1].tolist() == [1, 2, 3, 1, 2, 3, 7, 8]
+    assert table.token_sums.tolist() == [token_sum(one) for one in fed]
+    later = [[Piece([1, 2, 3, 7, 4], said([8], 2), 6, 3)]]
+    _, table = outputs.samples_and_routes(later, Texts(), SHAPE, recorded=3)
+    assert table.token_sums.tolist() == [token_sum([7, 4])]
+    answer = SimpleNamespace(
+        prompt_token_ids=[1, 2, 3], prompt_logprobs=flat(None, [(2, -1.0)], [(3, -2.0)]),
+        outputs=[SimpleNamespace(routed_experts=routes_of(3))],
+    )  # fmt: skip
+    _, table = outputs.scores_and_routes([answer], SHAPE)
+    assert table.token_sums.tolist() == [token_sum([1, 2])]

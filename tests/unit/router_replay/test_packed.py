@@ -1,5 +1,7 @@
 """Packed routes: exact, self-describing, cut without unpacking, and any flipped bit is named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from lora_moe_rl.errors import ReplayError
 from lora_moe_rl.kernels.route_codec import RowLayout, cut_array, naive, pack_array
 from lora_moe_rl.router_replay.packed import PackedRoutes
-from lora_moe_rl.router_replay.table import RouteTable
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
 from lora_moe_rl.router_replay.travel import absent, head, join, send
 
 
@@ -72,7 +74,7 @@ def test_layers_and_samples_are_cut_with_their_validity():
 def test_a_row_takes_as_many_bits_as_its_ids():
     assert RowLayout(60, 8, 384).row_bytes == 540 and RowLayout(48, 8, 128).row_bytes == 336
     table = make_table([100], tuple(range(48)), 128, 8)
-    header = 24 + 4 * 48 + 8 * 2 + 8 + 8
+    header = 24 + 4 * 48 + 8 * 2 + 8 + 8 + 8
     assert PackedRoutes.pack(table).to_bytes().nbytes == 100 * 336 + header
 
 
@@ -104,7 +106,7 @@ def test_other_bytes_are_refused():
     newer[4] += 1
     for bad, message in (
         (data[:10], "less than a header"),
-        (newer, "version 2"),
+        (newer, "version 3"),
         (np.zeros(60, np.uint8), "begin with"),
         (data[:-1], "have 1 bytes"),
     ):
@@ -189,3 +191,30 @@ def test_what_cannot_be_cut_is_refused():
     part[-1] ^= 1  # of the last row, which is cut away: a checksum is of all
     with pytest.raises(ReplayError, match="corrupt"):
         PackedRoutes.from_bytes(part).head(1)
+
+
+def test_what_tokens_routes_are_of_is_kept_through_every_cut():
+    table = make_table([3, 2], (1, 2, 5), 8, 2)
+    bound = replace(
+        table, token_sums=np.array([token_sum([7, 8, 9]), token_sum([4, 4])], np.uint64)
+    )
+    packed = PackedRoutes.from_bytes(PackedRoutes.pack(bound).cut((2, 5)).to_bytes())
+    packed.check_tokens(0, token_sum([7, 8, 9]), "sample 0")
+    packed.check_tokens(1, 0, "sample 1")  # not told
+    PackedRoutes.pack(table).check_tokens(0, token_sum([1]), "sample 0")
+    for tokens in ([7, 8], [7, 9, 8], [4, 4]):
+        with pytest.raises(ReplayError, match="sample 5: its routes are those of other tokens"):
+            packed.check_tokens(0, token_sum(tokens), "sample 5")
+    one, other = RouteTable.concat([bound, table]), send(bound, block_bytes=1).table()
+    np.testing.assert_array_equal(one.token_sums, [*bound.token_sums, 0, 0])
+    np.testing.assert_array_equal(other.token_sums, bound.token_sums)
+    assert join([[send(make_table([3], (1,), 8, 2))] * 2]).table().token_sums is None
+
+
+def test_the_first_rows_of_a_record_are_of_its_first_tokens():
+    whole = replace(make_table([4], (1, 2), 8, 2), token_sums=np.array([token_sum([7, 8, 9, 6])]))
+    cut = head(send(whole), 2, token_sum([7, 8, 9, 6]), token_sum([7, 8]))
+    part = cut.blocks[0].parts[0].made(send(whole).blocks[0].parts[0])
+    PackedRoutes.from_bytes(part).check_tokens(0, token_sum([7, 8]), "sample 0")
+    with pytest.raises(ReplayError, match="routes that are cut: its routes are those of other"):
+        head(send(whole), 2, token_sum([7, 8, 9, 5]), token_sum([7, 8])).of_sample(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,9 +90,7 @@ def cut_into_turns(holes: bool = False):
         whole, turns = written_policy.table_of([sequence]), []
         for start, stop in zip([0, *cuts], [*cuts, len(sequence) - 1], strict=True):
             rows = whole.ids[start:stop]
-            table = RouteTable.build(
-                [rows], [stop - start], whole.layers, written_policy.EXPERTS, written_policy.TOP_K
-            )
+            table = written_policy.bound_table([rows], [sequence[start:stop]])
             if holes and start == 2:
                 table.valid[1, 2] = False
             turns.append(send(table, PIECES))
@@ -107,7 +106,7 @@ def test_a_micro_batch_has_the_same_rows_however_its_samples_were_cut(one_rank):
     for found in (whole, turned):
         found.check_samples(batch.lengths())
         found.check_missing("error")
-        found.fetch([0, 1, 2])
+        found.fetch([0, 1, 2], batch.fed)
     for one, other in zip(whole.micro(data), turned.micro(data), strict=True):
         np.testing.assert_array_equal(one.rows(), other.rows())
         assert other.rows().any() and other.valid is None
@@ -136,3 +135,48 @@ def test_a_token_of_a_later_turn_without_routes_is_named(one_rank):
     data = pack(batch, [2], multiple=1)
     assert found.complete(data).tolist() == [True, True, True, False, True]
     assert found.micro(data)[1].valid.tolist() == [[True, True]] * 3 + [[True, False], [True, True]]
+
+
+def exchanged(sent, one: int, other: int):
+    """The blocks of two records, each in the place of the other."""
+    blocks = list(sent.blocks)
+    blocks[one] = replace(sent.blocks[one], parts=sent.blocks[other].parts)
+    blocks[other] = replace(sent.blocks[other], parts=sent.blocks[one].parts)
+    return replace(sent, blocks=tuple(blocks))
+
+
+def test_routes_of_two_samples_that_were_exchanged_are_noticed(one_rank):
+    """They are equally long, and each is whole: no size and no checksum of rows tells them apart,
+    and an audit compares with what came."""
+    sequences = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 3, 6]]  # the last token is not fed
+    batch = TrainBatch.from_sequences(sequences)
+    sent = send(written_policy.table_of(sequences), PIECES, block_bytes=1)
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        routes = one_rank.Routes([exchanged(sent, one, other)], PIECES)
+        routes.check_samples(batch.lengths())
+        if (one, other) == (0, 2):  # what was fed is the same
+            routes.fetch([0, 1, 2], batch.fed)
+            continue
+        with pytest.raises(ReplayError, match=r"sample [01]: its routes are those of other tokens"):
+            routes.fetch([0, 1, 2], batch.fed)
+    one_rank.Routes([sent], PIECES).fetch([0, 1, 2], batch.fed)
+
+
+def test_turns_that_were_exchanged_are_noticed(one_rank):
+    """Of one sample, and of two."""
+    batch, turned = TrainBatch.from_sequences(SEQUENCES), cut_into_turns()
+    rows = np.diff(turned.offsets).tolist()
+    assert rows == [3, 1, 3, 2, 2, 3]
+    for one, other, sample in ((0, 2, 0), (0, 5, 0), (3, 4, 1)):
+        routes = one_rank.Routes([exchanged(turned, one, other)], PIECES)
+        with pytest.raises(ReplayError, match=f"sample {sample}: its routes are those of other"):
+            routes.fetch([0, 1, 2], batch.fed)
+
+
+def test_the_batch_is_bound_too_whichever_of_the_two_was_exchanged(one_rank):
+    batch = TrainBatch.from_sequences([[1, 2, 3, 4], [1, 2, 5, 4]])
+    routes = one_rank.Routes([written_policy.table_of([[1, 2, 3, 4], [1, 2, 5, 4]])], PIECES)
+    batch.token_ids[1][2] = 7
+    routes.fetch([0], batch.fed)
+    with pytest.raises(ReplayError, match="sample 1: its routes are those of other tokens"):
+        routes.fetch([1], batch.fed)

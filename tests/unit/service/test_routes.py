@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_moe_rl.config import TrainerConfig
-from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.router_replay.travel import SentRoutes, send
+from lora_moe_rl.errors import ReplayError
+from lora_moe_rl.router_replay.packed import PackedRoutes
+from lora_moe_rl.router_replay.table import RouteTable, token_sum
+from lora_moe_rl.router_replay.travel import SentRoutes, fetch, send
 from lora_moe_rl.service.routes import Origin, RouteStore
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 3), 16, 2
@@ -34,7 +37,8 @@ def rows_of(tokens: list[int], recording: int = 0) -> np.ndarray:
 
 def sent(tokens: list[int], recording: int = 0, known: int | None = None) -> SentRoutes:
     rows = rows_of(tokens, recording)[:known]
-    return send(RouteTable.build([rows], [len(tokens) - 1], LAYERS, EXPERTS, TOP_K), PIECES)
+    table = RouteTable.build([rows], [len(tokens) - 1], LAYERS, EXPERTS, TOP_K)
+    return send(replace(table, token_sums=np.array([token_sum(tokens[:-1])], np.uint64)), PIECES)
 
 
 def ids(tokens: list[int]) -> np.ndarray:
@@ -177,3 +181,16 @@ def test_a_text_without_logprobs_gets_the_routes_of_its_models_state_of_now_alon
     store.put(ids(older), sent(older, 1), logprobs, Origin(0, 1))
     check(store.find(ids(new[:-1]), None, Origin(0, 2)), new[:-1], 4, 2)
     check(store.find(ids(new[:3]), None, Origin(0, 2)), new[:3], 0)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_what_is_found_is_bound_to_the_datums_own_tokens(rows):
+    store, tokens = RouteStore(SHAPE, PIPELINE), [5, 6, 7, 8, 9]
+    put(store, tokens)
+    for part in fetch(store.find(ids(tokens[:rows])).routes.blocks[0].parts):
+        found = PackedRoutes.from_bytes(part)
+        assert found.token_sums.tolist() == [token_sum(tokens[:rows])]
+    store.put(ids([1, 2, 3, 4, 5]), sent(tokens), np.array([-1.0], np.float32))
+    with pytest.raises(ReplayError, match="its routes are those of other tokens"):
+        for part in fetch(store.find(ids([1, 2, 3, 4][:rows])).routes.blocks[0].parts):
+            PackedRoutes.from_bytes(part).check_tokens(0, token_sum([1, 2, 3, 4]), "sample 0")

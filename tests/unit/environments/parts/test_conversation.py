@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_policy import END, WrittenPolicy, logprob_of, table_of
+from written_policy import END, WrittenPolicy, check_bound, logprob_of, table_of
 
 from lora_moe_rl.data.samples import NOT_SAMPLED, Details, FunctionRewards, Prompt, Scores
 from lora_moe_rl.environments.parts.conversation import Conversation, finish
@@ -66,6 +66,7 @@ def test_any_cut_into_turns_has_the_routes_and_logprobs_of_one_request(told, pro
     group = asyncio.run(together())
     sequences = [sample.token_ids.tolist() for sample in group.samples]
     assert_same_routes(group.routes.table(), table_of(sequences))
+    check_bound(group.samples, group.routes)
     assert group.routes.first_missing is None and group.routes.num_samples == len(told)
     for sample, sequence, others in zip(group.samples, sequences, told, strict=True):
         first = len(prompt)
