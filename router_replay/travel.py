@@ -145,9 +145,7 @@ def join(samples: Sequence[Sequence[SentRoutes]]) -> SentRoutes:
     )
 
 
-def head(
-    sent: SentRoutes, num_rows: int, of: int = UNKNOWN, first: int = UNKNOWN
-) -> SentRoutes:
+def head(sent: SentRoutes, num_rows: int, of: int = UNKNOWN, first: int = UNKNOWN) -> SentRoutes:
     """The first rows of one record, by reference. `of`, `first`: `token_sum` of all its tokens and
     of those of these rows, which who packed it had no reason to add. Raises ValueError for routes
     of several records, for more rows than there are, and where some of these rows lack a layer: how
