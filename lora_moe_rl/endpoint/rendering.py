@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from lora_moe_rl.endpoint.refusal import bad_request
+from lora_moe_rl.environments.parts.special_tokens import SpecialTokens
 from lora_moe_rl.environments.parts.templates import Introduced, between_turns
 from lora_moe_rl.environments.parts.tool_calls import (
     CLOSE,
@@ -37,6 +38,7 @@ class Chats:
         self.tokenizer, self.form = tokenizer, Form.named(calls)
         self._tagged, self._warned = calls == "json", False
         self._introduced = lru_cache(64)(self._introduce)
+        self._special = SpecialTokens(tokenizer)
         num_ids = max(tokenizer.get_vocab().values()) + 1
         self._num_ids = min(num_ids, model_vocab_size(tokenizer) or num_ids)
 
@@ -44,6 +46,7 @@ class Chats:
         self, messages: Sequence[Message], tools: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[int]:
         """The tokens of a prompt, up to where the assistant begins to write."""
+        self._look_at_answers(messages)
         return self.encode(self._rendered(messages, tools, kwargs))
 
     def after(
@@ -57,6 +60,7 @@ class Chats:
         """The tokens between a turn of the policy and its next: of `messages`, which came between.
         `last`: the token that ended the turn; where the template would write the same, it is not
         there twice. `turn`: as the client has it."""
+        self._look_at_answers([turn or {}, *messages])
         names = [str(function.get("name")) for _, function in _calls_of(turn or {})]
         after = between_turns(
             lambda asked, begins: self._rendered(asked, tools, kwargs, begins),
@@ -107,6 +111,15 @@ class Chats:
             return text, []
         before = text.partition(OPEN)[0].rstrip() if self._tagged else ""
         return before or None, found
+
+    def _look_at_answers(self, messages: Sequence[Message]) -> None:
+        """Has special tokens in tools' answers told of."""
+        names: dict[Any, Any] = {}
+        for message in messages:
+            names |= {call.get("id"): function.get("name") for call, function in _calls_of(message)}
+            if message.get("role") == "tool":
+                called = names.get(message.get("tool_call_id"), message.get("name"))
+                self._special.in_answer(str(called), text_of(message))
 
     def _rendered(
         self,

@@ -11,6 +11,7 @@ Of the first four the policy is the cause, so that their rewards are what they l
 last two it is not: such a conversation is begun anew, in a fresh environment, and when that fails
 too often it has no reward, which leaves it out of the loss and of its group's mean. A call that
 goes wrong (tool_error) and one that cannot be read (parse_error) end nothing: the policy is told.
+Answers that hold special tokens (special_tokens) are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lora_moe_rl.environments.parts.conversation import Conversation
 
 TRUSTED = ("done", "max_turns", "max_tokens", "context_overflow")
 UNTRUSTED = ("environment_error", "timeout")
-FAULTS = ("tool_error", "parse_error")
+FAULTS = ("tool_error", "parse_error", "special_tokens")
 COUNTED = (*TRUSTED, *UNTRUSTED, *FAULTS, "turns", "tool_calls", "retried")
 
 

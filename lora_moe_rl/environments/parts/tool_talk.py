@@ -19,6 +19,7 @@ from lora_moe_rl.config import EnvironmentConfig, RunConfig
 from lora_moe_rl.config.section import LONGEST_WAIT_S
 from lora_moe_rl.data.samples import Prompt, Sample
 from lora_moe_rl.environments.parts.conversation import Conversation
+from lora_moe_rl.environments.parts.special_tokens import SpecialTokens
 from lora_moe_rl.environments.parts.templates import Between, Introduced
 from lora_moe_rl.environments.parts.tool_calls import (
     HOW,
@@ -85,6 +86,7 @@ class ToolTalk:
         self.settings, self.sources = settings, config.sources()
         self.form = Form.named(settings.calls)
         self.between = Between(tokenizer, settings.answer_role, settings.answer_in_text)
+        self.special = SpecialTokens(tokenizer)
 
     async def until_the_end(
         self,
@@ -117,6 +119,7 @@ class ToolTalk:
                 counts["tool_calls"] += 1
                 done, text = await answering(call)
                 counts["tool_error"] += not done
+                counts["special_tokens"] += self.special.in_answer(call.name, text)
                 answers.append(_answer(call.name, text if done else f"error: {text}"))
             if rewarding is not None and (earned := await rewarding()) is not None:
                 one.earn(earned)

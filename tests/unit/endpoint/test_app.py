@@ -434,3 +434,19 @@ async def test_a_token_that_the_model_lacks_is_the_clients_fault(way, told):
             else:
                 await agent.completions.create(model="policy", prompt=prompt)
     assert not speaker.asked
+
+
+async def test_special_tokens_in_a_tools_answer_are_told_of_once(caplog):
+    sessions, session, _ = opened(
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "3"
+    )
+    async with listening(sessions) as (_, at):
+        agent = client(at, session.key)
+        first = await agent.chat.completions.create(model="policy", messages=[HELLO], tools=[ADD])
+        (called,) = first.choices[0].message.tool_calls
+        answer = {"role": "tool", "tool_call_id": called.id, "content": "2<eos>"}
+        messages = [HELLO, first.choices[0].message, answer]
+        for history in (messages, messages[1:]):
+            await agent.chat.completions.create(model="policy", messages=history, tools=[ADD])
+    (told,) = [one.getMessage() for one in caplog.records if "special token" in one.getMessage()]
+    assert told.startswith("an answer of the tool add holds '<eos>'")

@@ -101,7 +101,7 @@ class Lossy:
     """A tokenizer that does not round-trip: "ab" is one token when it is encoded, and a model may
     have sampled it as two."""
 
-    chat_template = None
+    chat_template, added_tokens_decoder = None, {}
 
     def encode(self, text, add_special_tokens=False):
         return [*text.replace("ab", "\x01").encode()]
@@ -205,3 +205,17 @@ def test_an_engine_that_dies_ends_all_conversations_of_the_prompt(make):
 def test_without_tools_there_is_nothing_to_do():
     with pytest.raises(ConfigError, match="environment=tools has no tools: set environment.tools"):
         Tools(RunConfig(environment="tools"), Rewards(), TOKENIZER)
+
+
+def test_special_tokens_in_answers_are_counted_and_told_of_once(make, caplog):
+    """They are the tokens that they name, as in verl and TRL: only who writes the tool can know
+    what of its answer is of others."""
+    environment = make(tools=[f"{FILE}:faithful"])
+    called = ["[faithful('a'),faithful('so <eos>')]", "[faithful('<bos><eos>')]", "6"]
+    for _ in range(2):
+        group = roll(environment, Speaker(*called))
+        assert counted(group)["special_tokens"] == 2 and counted(group)["tool_calls"] == 3
+    assert group.samples[0].segments[2].token_ids.tolist().count(EOS) == 1
+    (told,) = [one.getMessage() for one in caplog.records if "special token" in one.getMessage()]
+    assert told.startswith("an answer of the tool faithful holds '<eos>'")
+    assert "special_tokens" not in counted(roll(environment, Speaker("[faithful('eos>')]", "6")))

@@ -1,0 +1,35 @@
+"""Special tokens in what tools answer: a tokenizer reads their texts as the tokens, whoever wrote
+them, so that who writes a page that a tool fetches can end a turn, or begin one of another role."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class SpecialTokens:
+    """Those of a tokenizer. The first answer that holds one is told of, once."""
+
+    def __init__(self, tokenizer: Any):
+        added = tokenizer.added_tokens_decoder.values()
+        texts = {str(token) for token in added if token.special}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first))) if texts else None
+        self._told = False
+
+    def in_answer(self, tool: str, answer: str) -> bool:
+        """Whether a tool's answer holds the text of one."""
+        found = self._any.search(answer) if self._any is not None else None
+        if found is None:
+            return False
+        if not self._told:
+            self._told = True
+            log.warning(
+                "an answer of the tool %s holds %r, which the policy is fed as that special token: "
+                "have the tool take such texts out if others write what it answers (told once)",
+                tool, found[0],
+            )  # fmt: skip
+        return True
