@@ -79,7 +79,8 @@ class RouteTable:
         An array `[n, moe_layers, top_k]` stands for one segment from the first token on, None for
         none. `num_rows[i]` rows are expected of sample i; those that no segment has are invalid,
         and of those that several have the first counts. Raises ReplayError for rows beyond those
-        expected, another shape, an id out of range or an expert named twice in a valid row.
+        expected, another shape, what is no integer, an id out of range or an expert named twice in
+        a valid row.
         """
         dtype = np.uint8 if num_experts <= 256 else np.uint16
         offsets = np.concatenate([[0], np.cumsum(num_rows)]).astype(np.int64)
@@ -93,6 +94,10 @@ class RouteTable:
                     raise ReplayError(
                         f"sample {i}: routes of shape {array.shape} from token {start} on, "
                         f"expected at most ({num_rows[i]}, {len(layers)}, {top_k}) in all"
+                    )
+                if array.dtype.kind not in "iu":
+                    raise ReplayError(
+                        f"sample {i}: routes are {array.dtype}, and experts have integers for names"
                     )
                 if array.dtype != dtype:  # -1 or 256 would become another expert
                     _check_range(array, num_experts, i, start)

@@ -104,3 +104,18 @@ def test_layers_are_joined():
     assert joined.layers == LAYERS
     np.testing.assert_array_equal(joined.ids, table.ids)
     np.testing.assert_array_equal(joined.valid, table.valid)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, bool])
+def test_what_is_no_integer_is_an_error_and_is_not_cut_to_one(dtype):
+    with pytest.raises(ReplayError, match=f"sample 1: routes are {np.dtype(dtype)}, and experts"):
+        build([routes(2), np.array([[[0.25, 1.75]] * 2] * 3, dtype)], [2, 3])
+    assert build([routes(2).astype(np.int64)], [2]).valid.all()
+
+
+def test_a_buffer_of_zeros_is_refused_where_a_token_has_several_experts():
+    """With one it may be what the router chose."""
+    with pytest.raises(ReplayError, match=r"row 0, layer 1 are \[0, 0\]"):
+        build([np.zeros((3, 2, 2), np.uint8)], [3])
+    zeros = np.zeros((3, 2, 1), np.uint8)
+    assert RouteTable.build([zeros], [3], LAYERS, EXPERTS, 1).valid.all()
