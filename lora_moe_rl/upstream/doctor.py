@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ MIN_MEMORY_GIB = 8
 MIN_SHM_GIB = 1
 ABOUT = "Print versions and devices, what is missing and how to mend it."
 SETUP = "run `make setup`"
+NO_GPU = "none: runs use the CPU"
 GIB = 2**30
 
 
@@ -71,7 +73,8 @@ def examine() -> list[Finding]:
         check_plugin(),
         check_bytecode(uncompiled(), not sys.dont_write_bytecode),
         check_links(Path(__file__).parents[1]),
-        check_gpu(),
+        gpu := check_gpu(),
+        check_compiler(gpu.found != NO_GPU, compiler(), python_header()),
         check_cores(len(os.sched_getaffinity(0))),
         check_memory(psutil.virtual_memory().available / GIB),
         check_shared_memory(),
@@ -173,7 +176,7 @@ def check_gpu() -> Finding:
     """Reports the GPUs that nvidia-smi finds; a run on the CPU needs none."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding("GPU", "ok", "none: runs use the CPU")
+        return Finding("GPU", "ok", NO_GPU)
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=1.5, check=True)
@@ -184,6 +187,27 @@ def check_gpu() -> Finding:
         mend = "vLLM is the CPU build: remove .venv, then make setup GPU=1"
         return Finding("GPU", "warning", f"{len(gpus)} x {gpus[0]}", mend)
     return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else "none")
+
+
+def compiler() -> str | None:
+    """The one that Triton takes (triton/runtime/build.py)."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def python_header() -> Path:
+    return Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
+
+
+def check_compiler(gpu: bool, compiler: str | None, header: Path) -> Finding:
+    """Triton compiles what launches a kernel when the kernel is first launched."""
+    lacking = [] if compiler else ["no gcc or clang"]
+    lacking += [] if header.is_file() else [f"no {header}"]
+    if not lacking:
+        return Finding("C compiler", "ok", f"{compiler}, {header}")
+    if not gpu:
+        return Finding("C compiler", "ok", f"{', '.join(lacking)}: a GPU would want them")
+    mend = "Triton's kernels cannot be launched: install gcc and Python's headers (python3.12-dev)"
+    return Finding("C compiler", "missing", ", ".join(lacking), mend)
 
 
 def check_cores(cores: int) -> Finding:

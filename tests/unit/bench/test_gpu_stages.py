@@ -4,7 +4,9 @@ themselves run in tests/integration/test_bench_gpu.py."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -205,6 +207,15 @@ def test_a_command_that_is_asked_to_end_takes_its_stage_with_it(tmp_path):
     assert process.wait() == cli.INTERRUPTED
     _, alive = psutil.wait_procs(stages, timeout=20)
     assert not alive
+
+
+@pytest.mark.seconds
+def test_the_first_kernel_adds_one():
+    """In Triton's interpreter, which is chosen before triton is imported."""
+    code = "from lora_moe_rl.bench.gpu import first_kernel; print(len(first_kernel.launch('cpu')))"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "2\n"
 
 
 @pytest.mark.seconds

@@ -34,6 +34,7 @@ HOST_BYTES = {"cuda": GIB, "cpu": 2**22}
 
 
 def run(parts: Parts, device: str) -> None:
+    parts.part("triton", lambda: triton(device))
     parts.part("machine", machine)
     parts.part("packages", packages)
     parts.part("tiny_model", tiny_model)
@@ -42,6 +43,16 @@ def run(parts: Parts, device: str) -> None:
     parts.part("grouped_mm", lambda: grouped_mm(device))
     parts.part("attention", lambda: attention(device))
     parts.part("imports", lambda: imports(device))
+
+
+def triton(device: str) -> dict[str, float] | str:
+    """Seconds of a first kernel: without a C compiler and Python.h none can be launched, and most
+    stages fail."""
+    if device == "cpu":
+        return "not on a CPU"
+    from lora_moe_rl.bench.gpu import first_kernel
+
+    return first_kernel.launch(device)
 
 
 def machine() -> dict[str, Any]:
