@@ -26,7 +26,7 @@ SHARED = ("held_once", "held_dir")
 
 
 def check_offline(config: RunConfig) -> None:
-    """Raises ConfigError naming a key that has no effect, and the algorithm that makes it so."""
+    """Raises ConfigError naming keys that have no effect, and the algorithm that makes it so."""
     name = config.algorithm.name
     if config.replay.mode != "off":
         raise ConfigError(
@@ -35,12 +35,17 @@ def check_offline(config: RunConfig) -> None:
         )
     wanted = [(part, key) for part in SAMPLING for key in type(getattr(config, part)).model_fields]
     wanted += [("algorithm", key) for key in KEYS] + [("model", key) for key in SHARED]
-    for part, key in wanted:
-        if is_set(section := getattr(config, part), key) and (part, key) != ("replay", "mode"):
-            raise ConfigError(
-                f"{part}.{key}={value_text(getattr(section, key))} has no effect with "
-                f"algorithm={name}: it learns from the rows' own answers, and nothing is sampled"
-            )
+    given = [
+        f"{part}.{key}={value_text(getattr(section, key))}"
+        for part, key in wanted
+        if is_set(section := getattr(config, part), key) and (part, key) != ("replay", "mode")
+    ]
+    if given:
+        have, them = ("has", "it") if len(given) == 1 else ("have", "them")
+        raise ConfigError(
+            f"{', '.join(given)} {have} no effect with algorithm={name}: it learns from the rows' "
+            f"own answers, and nothing is sampled; leave {them} out"
+        )
     _check_held_out(config)
     for data_set, one in config.data.sets.items():
         if one.reward is not None:

@@ -112,6 +112,55 @@ def test_an_answer_may_be_as_long_as_the_model_goes():
         override(RunConfig(), ["model.max_length=8"])
 
 
+ROLLOUTS = {
+    "rollout": {"engines": 2, "temperature": 0.7},
+    "reward": {"function": "m:f"},
+    "refit": {"slots": 3},
+    "algorithm": {"name": "grpo", "group_size": 8, "prompts_per_step": 32, "draw_again": 2},
+    "model": {"max_length": 64},
+    "data": {"sets": {"a": {"path": "a.jsonl", "reward": "m:f", "limit": 9}}},
+    "eval": {"prompts_at_once": 7, "sets": {"held": {"path": "h.jsonl", "samples": 4, "limit": 3}}},
+}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_chosen_over_a_recipe_of_rollouts_it_has_nothing_of_them(name):
+    recipe = with_settings(RunConfig(), ROLLOUTS)
+    config = override(recipe, [f"algorithm={name}", "trainer.steps=3"])
+    assert config.algorithm.prompts_per_step == 32 and config.model.max_length == 64
+    assert config.data.sets["a"].limit == 9 and config.eval.sets["held"].limit == 3
+    assert not set(SAMPLING) & yaml.safe_load(to_yaml(config)).keys()
+    bare = with_settings(RunConfig(), {"rollout": {"engines": 2}})
+    assert override(bare, [f"algorithm={name}"]).num_engines == 0
+
+
+def test_what_the_command_line_sets_beside_it_is_an_error_wherever_it_stands():
+    recipe = with_settings(RunConfig(), ROLLOUTS)
+    for settings in (
+        ["algorithm=sft", "rollout.engines=3"],
+        ["rollout.engines=3", "algorithm=sft"],
+    ):
+        with pytest.raises(ConfigError, match="^rollout.engines=3 has no effect"):
+            override(recipe, settings)
+    with pytest.raises(ConfigError, match="eval.sets.held.samples=2 has no effect"):
+        override(recipe, ["eval.sets.held.samples=2", "algorithm=sft"])
+
+
+def test_all_that_has_no_effect_is_named_at_once():
+    all_of_them = (
+        "rollout.engines=2, refit.slots=3, model.held_once=auto have no effect .* them out"
+    )
+    with pytest.raises(ConfigError, match=all_of_them):
+        sft("refit.slots=3", "rollout.engines=2", "model.held_once=auto")
+    written = {
+        "algorithm": {"name": "sft"},
+        "rollout": {"engines": 2},
+        "reward": {"max_failed": 0.3},
+    }
+    with pytest.raises(ConfigError, match="rollout.engines=2, reward.max_failed=0.3 have no"):
+        override(with_settings(RunConfig(), written), ["trainer.steps=3"])
+
+
 OWN = """
 from lora_moe_rl.algorithms.sft import SFT
 
