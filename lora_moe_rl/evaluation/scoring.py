@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from lora_moe_rl.evaluation.estimators import majority, mean_and_interval, pass_
 from lora_moe_rl.telemetry import names
 
 MAX_VALUES = 50  # of a column that metrics are told by
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.+-]")
+_NOT_IN_A_NAME = re.compile(r"[^\w.+-]")  # trackers take letters of all scripts
 
 
 def set_metrics(name: str, settings: EvalSetConfig, groups: Sequence[Group]) -> dict[str, float]:
@@ -97,7 +96,8 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
                 answer = answer_of(settings.answer, sample.text)
                 line["answer"] = None if answer is None else str(answer)
             if settings.group_by is not None:
-                line["group"] = name_of(group.prompt.columns[settings.group_by])
+                value = group.prompt.columns[settings.group_by]
+                line["group"] = value if isinstance(value, str | int | float) else str(value)
             if sample.messages:
                 line["messages"] = sample.messages
             if (reason := group.details.reasons.get(int(end))) is not None:
@@ -121,12 +121,14 @@ def check_values(settings: EvalSetConfig, columns: Mapping[int, dict[str, Any]])
             f"{setting} has {len(distinct)} values, and each would have metrics of its own; at "
             f"most {MAX_VALUES} are told"
         )
-    twice = [one for one, count in Counter(map(name_of, distinct)).items() if count > 1]
-    if twice:
-        raise DataError(
-            f"{setting}: several values would have the same metric, of the name {twice[0]}; a name "
-            "keeps letters, digits, _, ., + and - of a value"
-        )
+    named: dict[str, str] = {}
+    for value in sorted(distinct):
+        if (other := named.setdefault(name_of(value), value)) != value:
+            raise DataError(
+                f"{setting}: {other!r} and {value!r} would have the same metrics, of the name "
+                f"{name_of(value)}: a name keeps letters, digits, _, ., + and - of a value. Write "
+                "one of them otherwise in the data, or group by a column of short names"
+            )
 
 
 def name_of(value: Any) -> str:

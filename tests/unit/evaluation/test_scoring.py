@@ -115,12 +115,29 @@ def test_samples_are_kept_with_what_they_were_judged_by():
     assert lines[7]["answer"] is None and lines[8]["right"] is False
 
 
+def test_groups_in_any_script_have_metrics_of_their_names_and_samples_their_values():
+    settings = EvalSetConfig(samples=4, group_by="level").at("eval.sets.sums")
+    values = ["代数", "几何", "géométrie (plane)"]
+    rows = {number: {"level": value} for number, value in enumerate(values)}
+    check_values(settings, rows)
+    groups = [a_group(n, ["1"] * 4, [1, 0, 0, 0], level=values[n]) for n in rows]
+    found = set_metrics("sums", settings, groups)
+    for value in ("代数", "几何", "géométrie__plane_"):
+        assert found[f"eval/sums/level={value}/avg"] == 0.25
+    assert [line["group"] for line in sample_lines("sums", settings, groups)[::4]] == values
+    groups[0].prompt.columns["level"] = 7
+    assert sample_lines("sums", settings, groups)[0]["group"] == 7
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ([{"level": 1}, {"other": 2}], "group_by=level: row 1 has no such column; it has other"),
         ([{"level": i} for i in range(51)], "has 51 values"),
-        ([{"level": "a/b"}, {"level": "a b"}], "the same metric, of the name a_b"),
+        (
+            [{"level": "a/b"}, {"level": "a b"}, {"level": "c"}],
+            "'a b' and 'a/b' would have the same metrics, of the name a_b",
+        ),
     ],
 )
 def test_rows_that_cannot_be_grouped(values, message):
