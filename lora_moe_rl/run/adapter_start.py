@@ -19,20 +19,26 @@ from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import AdapterError, RunDirError
+from lora_moe_rl.export import chat_template
+from lora_moe_rl.export.run_settings import run_of
 from lora_moe_rl.files.adapter_settings import settings_of
 from lora_moe_rl.files.adapter_source import checkpoint_shards, checkpoint_spec, load
 from lora_moe_rl.files.checkpoint import Found
 from lora_moe_rl.files.trainer_state import BEGAN, CRITIC, KINDS, MOMENTS, file_name, files, key
+from lora_moe_rl.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
 class Start:
     """`tensors`: of every site of the run. `notes`: what the log should say. `digest`: of the
-    adapter as it was read, before it was made to fit."""
+    adapter as it was read, before it was made to fit. `template`: the chat template that it was
+    trained with, None for the tokenizer's own; `template_file`: where that is a file."""
 
     tensors: dict[str, np.ndarray]
     notes: list[str]
     digest: str
+    template: str | None = None
+    template_file: Path | None = None
 
 
 def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
@@ -57,7 +63,33 @@ def init_from(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
         tensors |= fresh(site, config.seed)
     if missing:
         notes.append(f"new adapters, at zero, on {_some([site.name for site in missing])}")
-    return Start(tensors, notes, digest_of(found.spec, found.tensors))
+    digest, source = digest_of(found.spec, found.tensors), run_of(path, found.path)
+    template = chat_template.of_adapter(source, found.path)
+    file = path / chat_template.FILE if source is None and template is not None else None
+    return Start(tensors, notes, digest, template, file)
+
+
+def other_template(start: Start, config: RunConfig, model_dir: Path, in_use: str | None) -> str:
+    """A warning that the adapter was trained with another chat template than prompts are rendered
+    with, which is `in_use`; '' where it was not."""
+    before = start.template
+    if before is None and config.model.chat_template is not None:
+        before = load_tokenizer(model_dir, config.model.trust_remote_code).chat_template
+    elif before is None:
+        return ""
+    if before == in_use:
+        return ""
+    if start.template is None:
+        which, way_out = "the tokenizer's own chat template", "leave model.chat_template out"
+    else:
+        which, way_out = "a chat template of its own", "set model.chat_template as that run had it"
+        if start.template_file is not None:
+            way_out = f"set model.chat_template_file={start.template_file}"
+    return (
+        f"adapter.init_from={config.adapter.init_from} was trained with {which}, and prompts are "
+        f"rendered with another: it meets other tokens than it has learned from; to go on with the "
+        f"same, {way_out}"
+    )
 
 
 def digest_of(spec: AdapterSpec, tensors: Mapping[str, np.ndarray]) -> str:

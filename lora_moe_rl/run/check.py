@@ -67,6 +67,10 @@ def _adapter(config: RunConfig, preflight: Preflight) -> Finding | None:
     if config.adapter.init_from is None or missing or RunDir(config, resume=False).has_steps:
         return None
     start = adapter_start.init_from(config, preflight.spec, preflight.model_dir)
+    if "prompts" not in preflight.missing:
+        in_use = preflight.tokenizer.chat_template
+        if warning := adapter_start.other_template(start, config, preflight.model_dir, in_use):
+            return Finding("adapter", "warning", warning)
     return Finding("adapter", "ok", "; ".join(start.notes))
 
 

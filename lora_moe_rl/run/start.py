@@ -70,7 +70,7 @@ def run(config: RunConfig, resume: bool = False, fork: Path | None = None) -> No
                 console.log_to(run_dir.log_path("controller"))
             start = None
             if config.adapter.init_from is not None and not found:
-                start = adapter_start.init_from(config, ready.spec, ready.model_dir)
+                start = _start(ready)
             frozen = FrozenStart.of_run(ready, start, found)
             _run(Prepared.of(ready, run_dir, found, start, frozen), own_ray, pusher)
 
@@ -94,7 +94,7 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
         if kept is not None:
             found = goes_on.at(kept, ready)
         elif config.adapter.init_from is not None:
-            start = adapter_start.init_from(config, ready.spec, ready.model_dir)
+            start = _start(ready)
         with RunDir(config, resume=False, say=console.warn) as run_dir:
             console.log_to(run_dir.log_path("controller"))
             frozen = FrozenStart.of_run(ready, start, found) if config.offline else None
@@ -105,6 +105,15 @@ def evaluate(config: RunConfig, checkpoint_dir: Path | None) -> None:
             if not config.offline:
                 console.say(f"samples  {eval_files.path_of(run_dir.path, prepared.step)}")
             console.say(f"page     {link.line(run_dir.path)}")
+
+
+def _start(ready: Preflight) -> adapter_start.Start:
+    """The adapter of adapter.init_from; says it when that has learned from other prompts."""
+    found = adapter_start.init_from(ready.config, ready.spec, ready.model_dir)
+    in_use = ready.tokenizer.chat_template
+    if warning := adapter_start.other_template(found, ready.config, ready.model_dir, in_use):
+        console.warn(warning)
+    return found
 
 
 def _look(ready: Preflight, own_ray: OwnRay) -> None:

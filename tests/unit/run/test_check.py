@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from template_run import save_run
 
 from lora_moe_rl import cli
 from lora_moe_rl.adapters import peft
@@ -146,6 +147,30 @@ def test_an_adapter_to_start_from_has_to_be_there_and_to_fit(check, model, tmp_p
     assert code == 2 and "q_proj 16 -> 8" in found["adapter"][1]
     assert check("adapter.init_from=sft", "adapter.rank=8", "adapter.resize=true")[0] == 0
     assert "adapter" not in check()[1]
+
+
+def test_an_adapter_of_another_chat_template_is_a_warning(check, model, tmp_path):
+    write_adapter(tmp_path / "sft", model)
+    mine, start = "model.chat_template=<{{ messages[0].content }}>", "adapter.init_from=sft"
+    asked = ("data.chat_template=true", start)
+    assert check(*asked)[1]["adapter"][0] == "ok"
+    code, found, _ = check(mine, *asked)
+    assert code == 0 and found["adapter"][0] == "warning"
+    assert "was trained with the tokenizer's own chat template" in found["adapter"][1]
+    (tmp_path / "sft" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    assert check(mine, *asked)[1]["adapter"][0] == "ok"
+    state, text = check(*asked)[1]["adapter"]
+    assert state == "warning" and "prompts are rendered with another" in text
+    assert f"model.chat_template_file={tmp_path}/sft/chat_template.jinja" in text
+
+
+def test_a_run_to_start_from_has_the_template_of_its_newest_checkpoint(check, model, tmp_path):
+    save_run(tmp_path / "warm", model, "of a later life", noted="<{{ messages[0].content }}>")
+    mine, start = "model.chat_template=<{{ messages[0].content }}>", "adapter.init_from=warm"
+    asked = ("data.chat_template=true", start, "adapter.rank=2")
+    assert check(mine, *asked)[1]["adapter"][0] == "ok"
+    state, text = check(*asked)[1]["adapter"]
+    assert state == "warning" and "set model.chat_template as that run had it" in text
 
 
 def test_a_kl_to_the_base_beside_an_adapter_to_start_from_is_a_warning(check, model, tmp_path):
