@@ -8,7 +8,7 @@ Rows are {"prompt": ..., "tests": ...}; the eight of recipes/data/code_small.jso
 are no training set.
 
 GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
-GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet.
+GiB of 79, an engine rank 71, with room for 96 sequences of 8,192 tokens. Not run yet.
 
 Watch `reward/mean`, and `reward/failed`: a sandbox that cannot run is a failure, never a 0.
 """

@@ -5,8 +5,8 @@
         data.answer_key=answer model.path=/models/DeepSeek-V3        # no network
 
 GPUs: 16 for the trainer (TP 8, PP 2, EP 8; experts stay in the checkpoint's FP8), 16 for two
-engines of TP 8, which serve the FP8. By the plan a trainer rank holds up to 66 GiB of 140, an
-engine rank 126, with room for 68 sequences of 8,192 tokens. Not run yet.
+engines of TP 8, which serve the FP8. By the plan a trainer rank holds up to 66 GiB of 139, an
+engine rank 125, with room for 67 sequences of 8,192 tokens. Not run yet.
 
 Trainer and engines differ by the rounding of FP8: watch `mismatch/kl`, which will be larger than
 with equal weights, and raise refit.proof_tolerance only as far as the first steps show.

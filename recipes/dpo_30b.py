@@ -7,7 +7,7 @@ Nothing is sampled: no engine starts.
 Rows are {"prompt": ..., "chosen": ..., "rejected": ...}, as TRL has them; the eight of
 recipes/data/pairs_small.jsonl show the form and are no training set.
 
-GPUs: 4 for the trainer (EP 4). By the plan a trainer rank holds 30 GiB of 80. Not run yet.
+GPUs: 4 for the trainer (EP 4). By the plan a trainer rank holds 30 GiB of 79. Not run yet.
 
 Watch `rewards/accuracies` rise above 0.5, and `logps/chosen`: where it falls as fast as
 `logps/rejected` the answers themselves become unlikely; take a smaller learning rate.

@@ -5,7 +5,7 @@
         data.answer_key=answer model.path=/models/GLM-4.5            # no network
 
 GPUs: 16 for the trainer (TP 4, PP 4, EP 4), 16 for two engines of TP 8. By the plan a trainer rank
-holds up to 57 GiB of 140, an engine rank 126, with room for 99 sequences of 8,192
+holds up to 57 GiB of 139, an engine rank 125, with room for 96 sequences of 8,192
 tokens. Not run yet. The layer that predicts one token more is left out of training and serving.
 
 Watch `mismatch/kl` beside `reward/mean`, and `rollout/truncated`: this model thinks at length.

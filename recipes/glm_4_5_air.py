@@ -5,7 +5,7 @@
         data.answer_key=answer model.path=/models/GLM-4.5-Air            # no network
 
 GPUs: 8 for the trainer (TP 4, PP 2, EP 4), 8 for an engine of TP 8. By the plan a trainer rank
-holds up to 36 GiB of 80, an engine rank 72, with room for 234 sequences of 8,192
+holds up to 36 GiB of 79, an engine rank 71, with room for 229 sequences of 8,192
 tokens. Not run yet. The layer that predicts one token more is left out of training and serving.
 
 Watch `mismatch/kl` beside `reward/mean`, and `rollout/truncated`: this model thinks at length.

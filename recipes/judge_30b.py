@@ -10,7 +10,7 @@ the model as it was before training, on the run's own engines. A second reward, 
 weight, wants no more than 200 words.
 
 GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
-GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet.
+GiB of 79, an engine rank 71, with room for 96 sequences of 8,192 tokens. Not run yet.
 
 Watch `reward/good/mean` beside `reward/short/mean` and `rollout/response_length`, and read samples:
 what a judge likes is not always what you want.

@@ -6,8 +6,8 @@
         data.answer_key=answer model.path=/models/Kimi-K2-Instruct   # no network
 
 GPUs: 16 for the trainer (TP 8, PP 2, EP 8; experts stay in the checkpoint's FP8), 48 for six
-engines of TP 8, which serve the FP8. By the plan a trainer rank holds up to 78 GiB of 140, an
-engine rank 133, with room for 11 sequences of 8,192 tokens.
+engines of TP 8, which serve the FP8. By the plan a trainer rank holds up to 78 GiB of 139, an
+engine rank 132, with room for 9 sequences of 8,192 tokens.
 The experts of a layer share the tensor on the hidden side (`shared_outer`), so that the adapter has
 9.4 GB and not 41. Not run yet.
 

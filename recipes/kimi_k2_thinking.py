@@ -6,8 +6,8 @@
 
 GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
 take turns and hold all but norms and routers once, the experts as vLLM lays them out for its Marlin
-kernels. By the plan a trainer rank holds 32 GiB of 140, beside an engine rank of 105, with room for
-24 sequences of 16,384 tokens. Every linear has an adapter of rank 16, each expert its own.
+kernels. By the plan a trainer rank holds 32 GiB of 139, beside an engine rank of 104, with room for
+23 sequences of 16,384 tokens. Every linear has an adapter of rank 16, each expert its own.
 
 No GPU has run this, nor a base that is held once on any (docs/held_once.md says what was tested
 without). Watch `mismatch/kl`, which INT4 leaves as small as a base of bfloat16 does, and

@@ -6,7 +6,7 @@
         model.max_length=131072 rollout.engines=1 rollout.tp=4 trainer.tp=2 trainer.cp=2
 
 GPUs: 4 for the trainer (TP 4, EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 28
-GiB of 80, an engine rank 72, with room for 24 sequences of 32,768 tokens. Not run yet.
+GiB of 79, an engine rank 71, with room for 24 sequences of 32,768 tokens. Not run yet.
 
 Samples that are cut off have no answer, and are left out of the loss. Watch `rollout/truncated`,
 `rollout/response_length` and `reward/mean`; and `time/rollout`: a step is as long as its longest

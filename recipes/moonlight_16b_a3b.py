@@ -8,8 +8,8 @@
     python recipes/moonlight_16b_a3b.py data.path=recipes/data/math_small.jsonl data.subset=null \\
         model.path=/models/Moonlight-16B-A3B-Instruct                # no network
 
-GPUs: 2 for the trainer (EP 2), 2 for engines. By the plan a trainer rank holds 46 GiB of 80,
-an engine 72, with room for 619 sequences of 2,048 tokens. Not run yet.
+GPUs: 2 for the trainer (EP 2), 2 for engines. By the plan a trainer rank holds 46 GiB of 79,
+an engine 72, with room for 604 sequences of 2,048 tokens. Not run yet.
 
 On this model others saw router replay matter most: watch `mismatch/kl` and `replay/coverage`, which
 must stay at 1, beside `reward/mean`.

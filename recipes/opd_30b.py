@@ -8,7 +8,7 @@ There is no reward function: prompts are all that is needed. Teacher and student
 tokenizer.
 
 GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
-GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet. The
+GiB of 79, an engine rank 71, with room for 96 sequences of 8,192 tokens. Not run yet. The
 teacher's GPUs are not among them.
 
 Watch `teacher/reverse_kl` fall, and `time/reward`, which is what the run waits for the teacher.

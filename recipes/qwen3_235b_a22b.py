@@ -5,7 +5,7 @@
         data.answer_key=answer model.path=/models/Qwen3-235B-A22B    # no network
 
 GPUs: 16 for the trainer (TP 4, PP 4, EP 4), 16 for two engines of TP 8. By the plan a trainer rank
-holds up to 39 GiB of 80, an engine rank 72, with room for 28 sequences of 8,192
+holds up to 39 GiB of 79, an engine rank 71, with room for 26 sequences of 8,192
 tokens. Not run yet.
 
 Watch `refit/seconds` (13 GB of adapters a step) and `mismatch/kl` beside `reward/mean`. Decoding is

@@ -6,7 +6,7 @@
         data.answer_key=answer model.path=/models/Qwen3-30B-A3B      # no network
 
 GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
-GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet.
+GiB of 79, an engine rank 71, with room for 96 sequences of 8,192 tokens. Not run yet.
 
 Watch `reward/mean`, and `mismatch/kl`: with replayed routes it should stay below 1e-3.
 """

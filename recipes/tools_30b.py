@@ -9,7 +9,7 @@ A turn that calls the tool is answered with what its code printed, in a sandbox;
 without a call is the answer. What the tool says is not trained on.
 
 GPUs: 4 for the trainer (EP 4), 4 for two engines of TP 2. By the plan a trainer rank holds 30
-GiB of 80, an engine rank 72, with room for 98 sequences of 8,192 tokens. Not run yet.
+GiB of 79, an engine rank 71, with room for 96 sequences of 8,192 tokens. Not run yet.
 
 Watch `reward/mean`, and what the environment counts: `environment/tool_calls` must not fall to 0.
 """

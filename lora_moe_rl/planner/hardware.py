@@ -11,9 +11,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Vendors' figures. `memory`: GiB the driver shows; `flops`: dense bf16, a second; `bandwidth`:
-    of its memory, `fast_link`: to the GPUs of its node, `link`: to others, `host_link`: to the
-    host's memory (PCIe of 16 lanes), bytes a second and direction."""
+    """Vendors' figures. `memory`: whole GiB that the driver gives to programs, as
+    `torch.cuda.mem_get_info` has them, less than nvidia-smi shows; `flops`: dense bf16, a second;
+    `bandwidth`: of its memory, `fast_link`: to the GPUs of its node, `link`: to others,
+    `host_link`: to the host's memory (PCIe of 16 lanes), bytes a second and direction."""
 
     name: str
     memory: float
@@ -27,12 +28,12 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 312e12, 2.04e12, 300e9, 25e9, 32e9),
-        Gpu("h800", 80, 989e12, 3.35e12, 200e9),
-        Gpu("h100", 80, 989e12, 3.35e12, 450e9),
-        Gpu("h20", 96, 148e12, 4.0e12, 450e9),
-        Gpu("h200", 140, 989e12, 4.8e12, 450e9),
-        Gpu("b200", 179, 2250e12, 8.0e12, 900e9),
+        Gpu("a100", 79, 312e12, 2.04e12, 300e9, 25e9, 32e9),
+        Gpu("h800", 79, 989e12, 3.35e12, 200e9),
+        Gpu("h100", 79, 989e12, 3.35e12, 450e9),
+        Gpu("h20", 95, 148e12, 4.0e12, 450e9),
+        Gpu("h200", 139, 989e12, 4.8e12, 450e9),
+        Gpu("b200", 178, 2250e12, 8.0e12, 900e9),
     )
 }
 DEFAULT_GPU = "h100"

@@ -103,7 +103,7 @@ def test_the_reason_names_what_is_too_large():
 def test_what_does_not_fit_is_printed_and_json_too(capsys):
     assert cli.main(["plan", *TWO]) == 1
     shown = capsys.readouterr().out
-    assert "no layout of Qwen3-30B-A3B with adapter.rank=16 fits 2 GPUs (h100, 80 GiB)" in shown
+    assert "no layout of Qwen3-30B-A3B with adapter.rank=16 fits 2 GPUs (h100, 79 GiB)" in shown
     assert "why: " in shown and "--gpus 3    # more of the same GPUs" in shown
     assert cli.main(["plan", *TWO, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -323,7 +323,7 @@ def test_a_shared_gpu_must_hold_both():
     share = {"trainer": {"gpus_per_rank": 0.5, "recompute": "full"}}
     rollout = {"gpus_per_engine": 0.5, "gpu_memory_utilization": 0.6}
     both = planned("moonlight-16b-a3b", 1, **share, rollout=rollout)
-    assert any("share a GPU of 80 GiB" in text for text in both.problems)
+    assert any("share a GPU of 79 GiB" in text for text in both.problems)
     assert both.gpus == (1, 1, True)
 
 

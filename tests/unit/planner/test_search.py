@@ -4,7 +4,7 @@ import pytest
 
 from lora_moe_rl import cli
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.planner import layouts
+from lora_moe_rl.planner import hardware, layouts
 from lora_moe_rl.planner import search as searches
 from lora_moe_rl.planner.changes import search_of
 from lora_moe_rl.planner.plan import make
@@ -123,7 +123,7 @@ def test_gpus_that_make_no_layout_faster_stay_idle(capsys):
     assert layouts.totals(30, 8) == [30, 28, 24] and layouts.totals(5, 8) == [5, 4]
     assert layouts.totals(25, 6) == [25, 24]
     assert cli.main(["plan", *words, "17"]) == 0
-    assert "17 GPUs (h100, 80 GiB): 8 trainer + 8 engines, 1 idle" in capsys.readouterr().out
+    assert "17 GPUs (h100, 79 GiB): 8 trainer + 8 engines, 1 idle" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rank", [128, 256, 512])
@@ -151,3 +151,10 @@ def test_sentences_count_memory_as_the_table_does(capsys):
     shown = capsys.readouterr().out.replace("\n", " ")
     row = shown.split("stage 0")[1].split()
     assert "32.08" in row and "with activations of 32.1;" in shown
+
+
+def test_a_gpu_has_no_more_memory_than_its_driver_gives():
+    """An H100 of "80 GB" has 81,559 MiB by nvidia-smi, an H200 143,771, before the driver's own."""
+    assert hardware.GPUS["h100"].memory <= 79.1 < 81559 / 1024
+    assert hardware.GPUS["h200"].memory <= 139.8 < 143771 / 1024
+    assert hardware.GPUS["a100"].memory <= 79.1
