@@ -17,6 +17,8 @@ from lora_moe_rl.service.backend import Datum, Facts, LossCall
 from lora_moe_rl.trainer import service_losses
 from lora_moe_rl.trainer.service_losses import LOGPROBS, MARKS
 
+ROUNDING = 1e-3  # how far above 0 the logprob of a sure token may come out
+
 
 def check_data(data: Sequence[Datum], call: LossCall, facts: Facts, vocab_size: int) -> None:
     """Raises ServiceError for what cannot be trained on, naming the datum."""
@@ -55,6 +57,9 @@ def _wrong(
             return f"its target_tokens have shape {[*shape]}, and its {key} {[*values.shape]}"
         if not np.isfinite(values).all():
             return f"its {key} hold {values[~np.isfinite(values)][0]}"
+    before = datum.inputs[LOGPROBS] if loss.compares else np.zeros(1)
+    if (before > ROUNDING).any():
+        return f"its {LOGPROBS} hold {before.max()}, and no token's is above 0"
     if loss.marks and not datum.inputs[MARKS].any():
         return f"its {MARKS} is 0 everywhere, and no ratio is left to be its"
     return ""

@@ -145,13 +145,23 @@ class Numbered(BaseModel):
 
 
 class AdamBody(Body):
-    learning_rate: Number = Field(1e-4, ge=0)
+    # A step moves a weight by about the rate; far above this the forward is not finite any more.
+    learning_rate: Number = Field(1e-4, ge=0, le=100)
     beta1: Number = Field(0.9, ge=0, lt=1)
     beta2: Number = Field(0.95, ge=0, lt=1)
     # In float32 not 0: a weight without a gradient would become 0 / 0.
     eps: Number = Field(1e-12, ge=1e-38)
     weight_decay: Number = Field(0.0, ge=0)
     grad_clip_norm: Number = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _decays(self) -> AdamBody:
+        if self.learning_rate * self.weight_decay > 1:
+            raise ValueError(
+                f"learning_rate={self.learning_rate} times weight_decay={self.weight_decay} is "
+                "above 1, and takes each weight past 0"
+            )
+        return self
 
     @property
     def adam(self) -> Adam:

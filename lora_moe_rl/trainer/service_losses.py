@@ -110,7 +110,7 @@ LOSSES = {
 
 def find(name: str, given: Settings) -> tuple[ServiceLoss, Settings]:
     """The loss and all of its settings. Raises ServiceError for one that is not there, naming what
-    is, and for settings that are not there, or missing."""
+    is, and for settings that are not there, missing, or at odds."""
     if name not in LOSSES:
         raise ServiceError(f"there is no loss_fn={name} here; there are {', '.join(LOSSES)}")
     loss = LOSSES[name]
@@ -120,4 +120,9 @@ def find(name: str, given: Settings) -> tuple[ServiceLoss, Settings]:
     every = {**loss.settings, **given}
     if wanting := [key for key, value in every.items() if value is None]:
         raise ServiceError(f"loss_fn={name} wants loss_fn_config to have {' and '.join(wanting)}")
+    low, high = (every.get(name) for name in CLIP)
+    if low is not None and high is not None and low > high:
+        raise ServiceError(
+            f"loss_fn={name}: {CLIP[0]}={low} is above {CLIP[1]}={high}, and no ratio lies between"
+        )
     return loss, {key: value for key, value in every.items() if value is not None}

@@ -126,6 +126,11 @@ GOOD = {"advantages": floats(1, 1), "logprobs": floats(-1, -1)}
             RL,
             "its logprobs hold nan",
         ),
+        (
+            Datum(ints(1, 2), ints(1, 2), GOOD | {"logprobs": floats(-1, 0.5)}),
+            RL,
+            "its logprobs hold 0.5, and no token's is above 0",
+        ),
     ],
 )
 def test_what_cannot_be_trained_on_is_named(datum, call, says):
@@ -146,6 +151,10 @@ def test_what_cannot_be_trained_on_is_named(datum, call, says):
             "gspo wants .* to have clip_high_threshold",
         ),
         (LossCall("ppo", {"epsilon": 0.2}), "no epsilon; it takes clip_low_threshold, clip_high"),
+        (
+            LossCall("ppo", {"clip_low_threshold": 1.8}),
+            "clip_low_threshold=1.8 is above clip_high_threshold=1.2",
+        ),
         (LossCall("cross_entropy", {"beta": 1.0}), "no beta; it takes no settings"),
     ],
 )

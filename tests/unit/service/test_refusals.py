@@ -242,6 +242,10 @@ def test_another_optimizer(model):
         model.optim_step(types.DimuonParams(learning_rate=0.1)).result()
     with pytest.raises(tinker.RequestFailedError, match="adam_params.learning_rate"):
         model.optim_step(tinker.AdamParams(learning_rate=-1)).result()
+    with pytest.raises(tinker.RequestFailedError, match="learning_rate: .* less than or equal to"):
+        model.optim_step(tinker.AdamParams(learning_rate=1e30)).result()
+    with pytest.raises(tinker.RequestFailedError, match="weight_decay=30.0 .* past 0"):
+        model.optim_step(tinker.AdamParams(learning_rate=0.1, weight_decay=30)).result()
     for eps in (0, 1e-50):  # B begins as zeros, and A without a gradient
         with pytest.raises(tinker.RequestFailedError, match="adam_params.eps"):
             model.optim_step(tinker.AdamParams(learning_rate=0.1, eps=eps)).result()
