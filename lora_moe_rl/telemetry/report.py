@@ -80,7 +80,7 @@ def table(records: list[dict[str, Any]]) -> Table:
 def rows(records: list[dict[str, Any]]) -> list[list[str]]:
     """Of each metric that there is: its label, and what it was over the first steps, over the last
     (`spans`), and over all."""
-    n, found = min(STEPS_COMPARED, len(records)), []
+    n, found = _compared(records), []
     for metric, (label, form, how) in _ROWS.items():
         least = 0 if metric in _ABOVE_0 else -math.inf
         if any((record.get(metric) or 0) > least for record in records if metric in record):
@@ -92,8 +92,13 @@ def rows(records: list[dict[str, Any]]) -> list[list[str]]:
 
 def spans(records: list[dict[str, Any]]) -> tuple[str, str]:
     """Which steps the first and the last are, as 1-5 and 36-40."""
-    n = min(STEPS_COMPARED, len(records))
+    n = _compared(records)
     return _span(records[:n]), _span(records[-n:])
+
+
+def _compared(records: list[dict[str, Any]]) -> int:
+    """How many steps the first and the last are: no step is both, but where all are."""
+    return min(STEPS_COMPARED, len(records) // 2 if len(records) > STEPS_COMPARED else len(records))
 
 
 def _span(records: list[dict[str, Any]]) -> str:

@@ -64,7 +64,7 @@ def test_figures_are_those_up_to_the_checkpoint_and_no_later(spec, tmp_path):
     [
         (2, ["steps 1-2"]),
         (5, ["steps 1-5"]),
-        (6, ["steps 1-5", "steps 2-6", "over all"]),
+        (6, ["steps 1-3", "steps 4-6", "over all"]),
     ],
 )
 def test_the_first_and_the_last_steps_are_one_column_where_they_are_the_same(

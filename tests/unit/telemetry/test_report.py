@@ -30,7 +30,9 @@ def test_first_and_last_steps_are_shown_apart_where_they_are_others(tmp_path):
         return [str(column.header) for column in columns]
 
     assert titles(5) == ["", "over all"]
-    assert titles(6) == ["", "steps 1-5", "steps 2-6", "over all"]
+    assert titles(6) == ["", "steps 1-3", "steps 4-6", "over all"]
+    assert titles(9) == ["", "steps 1-4", "steps 6-9", "over all"]
+    assert titles(10) == ["", "steps 1-5", "steps 6-10", "over all"]
 
 
 def test_skipped_updates_are_summed_up_where_there_are_any():
