@@ -4,6 +4,7 @@ is said before anything slow."""
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from lora_moe_rl.errors import FileError
@@ -47,8 +48,19 @@ def require_place(path: Path, what: str) -> None:
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise FileError(f"{what}: {there} is no directory")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK | os.X_OK) or not _takes_files(there):
         raise FileError(f"{what}: {there} cannot be written to")
+
+
+def _takes_files(folder: Path) -> bool:
+    """What is no disk (/proc, /sys) may let root in, and takes no file."""
+    if os.statvfs(folder).f_blocks:
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _taken_for_checkpoint(path: Path) -> bool:

@@ -71,11 +71,13 @@ def room(config: RunConfig, spec: AdapterSpec) -> Room:
 
 def check_room(config: RunConfig, spec: AdapterSpec) -> tuple[str, list[str]]:
     """(what there is, warnings). Raises ConfigError when not one checkpoint has room, DiskWait
-    where a run is to go on."""
+    where a run is to go on, RunDirError where nothing can be written."""
     goes_on = RunDir(config, resume=True).has_steps
     with waited_for(config.run_dir, goes_on):
         found = room(config, spec)
     if found.first > found.free:
+        if not goes_on:
+            RunDir(config, resume=False).check_usable()
         kind = DiskWait if goes_on else ConfigError
         raise kind(
             f"the disk has no room for one checkpoint: {found.text}; free some space, or set "

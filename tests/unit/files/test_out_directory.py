@@ -26,6 +26,11 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
     require_empty(inside.parent / "peft")
 
 
+def test_what_is_no_disk_takes_no_directory():
+    with pytest.raises(FileError, match="the run directory: /proc cannot be written to"):
+        require_place(Path("/proc/x"), "the run directory")
+
+
 def test_a_directory_that_holds_something_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     require_empty(tmp_path / "out")
