@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from lora_moe_rl import __version__
+from lora_moe_rl.adapters.peft_config import common, completed
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
@@ -55,10 +56,16 @@ def text(
             f"It was trained with a chat template of its own, `{chat_template.FILE}`, in the place "
             "of the base's."
         )
+    scale = None if what == "merged" else common(completed(spec), "scale")
     parts += [
-        "## Adapter\n\n" + _table(["module", "layers", "rank", "scale"], _modules(spec)),
+        "## Adapter\n\n" + _table(["module", "layers", "rank", "scale"], _modules(spec, scale)),
         f"{len(spec.sites):,} sites, {spec.num_parameters:,} parameters, float32.",
     ]
+    if scale is not None and any(site.scale != scale for site in spec):
+        parts.append(
+            "The scale is `lora_alpha / r` of `adapter_config.json`, the same for every module; a "
+            "factor that it was trained with besides is in its B."
+        )
     if what == "merged":
         parts.append("What rounding left of it in the merged weights is in `merge.json`.")
     if run is not None:
@@ -93,11 +100,13 @@ def shown(name: str) -> str:
     return Path(name).name if local else name
 
 
-def _modules(spec: AdapterSpec) -> list[list[str]]:
-    """A row for each module and rank, with the layers that have it."""
+def _modules(spec: AdapterSpec, written: float | None) -> list[list[str]]:
+    """A row for each module and rank, with the layers that have it. `written`: the scale that the
+    file has; None where there is no file of them."""
     layers: dict[tuple[str, int, float], set[int]] = {}
     for site in spec:
-        layers.setdefault((site.module, site.rank, site.scale), set()).add(site.layer)
+        scale = site.scale if written is None else written
+        layers.setdefault((site.module, site.rank, scale), set()).add(site.layer)
     return [
         [module, str(len(found)), str(rank), f"{scale:g}"]
         for (module, rank, scale), found in layers.items()

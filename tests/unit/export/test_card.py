@@ -59,6 +59,23 @@ def test_figures_are_those_up_to_the_checkpoint_and_no_later(spec, tmp_path):
     assert "own.py:right" in made and str(home) not in made
 
 
+def test_scales_are_those_of_the_file(base, tmp_path):
+    """One for all modules; a merged model has no file of them."""
+    shape = ModelShape.from_hf_config(json.loads((base / "config.json").read_text()))
+    config = RunConfig(adapter={"rank": 8, "expert_rank": 2, "alpha": 32, "expert_alpha": 32})
+    spec = AdapterSpec.build(shape, config.adapter)
+    zeros = {name: np.zeros(size, np.float32) for name, size in spec.tensor_shapes.items()}
+    peft.write(tmp_path / "out", spec, zeros, config)
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    made = card.text(spec, BASE, None, tmp_path)
+    found = rows(made)
+    for module, rank in (("q_proj", "8"), ("experts.up", "2")):
+        assert found[module][1:] == [rank, f"{written['lora_alpha'] / written['r']:g}"]
+    assert "a factor that it was trained with besides is in its B" in made
+    merged = card.text(spec, BASE, None, tmp_path, "merged")
+    assert rows(merged)["q_proj"][1:] == ["8", "4"] and "in its B" not in merged
+
+
 @pytest.mark.parametrize(
     ("step", "heading"),
     [
