@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive
 from lora_moe_rl.endpoint.keys import key_of_variable
-from lora_moe_rl.errors import CheckpointError, ConfigError, LoraMoeRlError
+from lora_moe_rl.errors import CheckpointError, ConfigError, LoraMoeRlError, ModelError
 
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.spec import AdapterSpec
@@ -131,10 +132,23 @@ def _of_model(options: argparse.Namespace) -> Plan:
         raise ConfigError(f"--base {options.base} has no effect: {options.source} is the base")
     _check_versions(options, of="a model")
     config = with_settings(RunConfig(model=options.source), options.settings, 1)
-    model_dir = resolve_model(options.source, config.model.revision, named="SOURCE ")
+    try:
+        model_dir = resolve_model(options.source, config.model.revision, named="SOURCE ")
+    except ModelError as error:
+        raise ModelError(f"{_nothing_at(options.source)}{error}") from error
     shape = ModelShape.from_hf_config(read_json(model_dir / "config.json"))
     template = template_in_words(config, None)
     return Plan(config, AdapterSpec.build(shape, config.adapter), model_dir, {}, template)
+
+
+def _nothing_at(source: str) -> str:
+    """What to say first of a path that leads to nothing, although its folder is there."""
+    path = Path(source).expanduser()
+    if "/" not in source or path.exists() or not path.parent.is_dir():
+        return ""
+    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], cutoff=0.5)
+    what = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no such run"
+    return f"there is no {source} here; {what}. Taken for a model: "
 
 
 def _of_adapter(path: Path, options: argparse.Namespace) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import huggingface_hub
 import pytest
 from engine_fixtures import save_random_model
 from template_run import save_run
@@ -106,3 +107,16 @@ def test_a_template_of_the_command_line_takes_the_place_of_the_runs(run, peft, m
             assert plan.chats("json").tokenizer.chat_template == "mine"
             assert plan.template == "that of the command line"
     assert planned(peft, "model.chat_template=null").template == "the tokenizer's own"
+
+
+@pytest.mark.parametrize("source", ["runs/mine-modle", "runs/mine-model/checkpoints/step-000099"])
+def test_a_path_that_is_mistyped_is_called_so_and_no_model_of_the_hub(
+    tmp_path, monkeypatch, source
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "runs/mine-model/checkpoints/step-000009").mkdir(parents=True)
+    near = {"runs/mine-modle": "mine-model"}.get(source, "step-000009")
+    message = f"^there is no {source} here; .* has {near}. Taken for a model: SOURCE '{source}' is"
+    with pytest.raises(ModelError, match=message):
+        planned(source)
