@@ -143,10 +143,10 @@ def taking(pipe: Connection, channel_json: str, layout: PartLayout) -> None:
         started = time.perf_counter()
         memory = incoming.open(layout, sent)
         np.copyto(slot, memory)
-        taken = time.perf_counter() - started
-        started = time.perf_counter()
+        taken = time.perf_counter()
         np.copyto(other, slot)
-        pipe.send((digest(slot), taken, time.perf_counter() - started))
+        copied = time.perf_counter()
+        pipe.send((digest(slot), taken - started, copied - taken))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`bench transports`: real processes, small parts; other bytes have no seconds to report."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,29 @@ def test_what_is_not_installed_is_said_and_the_others_measured(monkeypatch, caps
     shown = capsys.readouterr().out
     assert "nixl over TCP: not measured, nixl_cu13 is not installed" in shown
     assert "distributed" in shown
+
+
+def test_no_checksum_is_in_what_is_timed(monkeypatch):
+    """A fetch takes 3 s, a copy 1, a checksum 100."""
+    clock = [0.0]
+
+    def taking(seconds, result=None):
+        clock[0] += seconds
+        return result
+
+    class Incoming:
+        def open(self, layout, sent):
+            return taking(3, np.ones(layout.nbytes, np.uint8))
+
+    incoming = SimpleNamespace(incoming=lambda rank: Incoming())
+    monkeypatch.setattr(transports.transports, "from_json", lambda text: incoming)
+    monkeypatch.setattr(transports.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(transports, "digest", lambda memory: taking(100, 7))
+    monkeypatch.setattr(transports.np, "copyto", lambda *_: taking(1))
+    told, answers = [object(), None], []
+    pipe = SimpleNamespace(recv=lambda: told.pop(0), send=answers.append)
+    transports.taking(pipe, "{}", SimpleNamespace(nbytes=8))
+    assert answers == [(7, 4, 1)]
 
 
 def stale(pipe, channel_json, layout):
