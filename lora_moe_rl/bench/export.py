@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.bench.process import to_disk
-from lora_moe_rl.bench.report import all_met, conclude, goal, temporary
+from lora_moe_rl.bench.report import all_met, conclude, goal, require_room, temporary
 from lora_moe_rl.config.options import above_zero, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.verify import report
@@ -63,12 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _folder(options: argparse.Namespace) -> Iterator[Path]:
     """Removed at the end, whatever happens."""
     with temporary(options.dir) as folder:
-        free, needed = shutil.disk_usage(folder).free / GB, 2.2 * options.gb + 2
-        if free < needed:
-            raise BenchmarkError(
-                f"bench export --gb {options.gb:g} takes {needed:.0f} GB of {folder}'s disk, which "
-                f"has {free:.0f} GB free: name another with --dir, or a smaller --gb"
-            )
+        require_room(folder, 2.2 * options.gb + 2, f"bench export --gb {options.gb:g}", "--dir")
         yield Path(folder)
 
 

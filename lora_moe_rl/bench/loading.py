@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.bench.process import disk_bytes, status_bytes, to_disk
-from lora_moe_rl.bench.report import conclude, temporary
+from lora_moe_rl.bench.report import conclude, require_room, temporary
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import above_zero, result_parser
 from lora_moe_rl.verify import report
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layout", choices=list(LAYOUTS), default="ep4", help="(ep4)")
     options = parser.parse_args(argv)
     with temporary() as folder:
+        require_room(folder, 1.1 * options.gb + 1, f"bench loading --gb {options.gb:g}", "TMPDIR")
         result = measure(Path(folder), options.gb, options.layout)
     conclude(result, options.json, parts)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.verify.report import console
 
 BUSY = 0.2  # cores; more than that, used by others, and the figures are not to be trusted
@@ -19,6 +21,16 @@ Result = dict[str, Any]
 
 def temporary(directory: Path | None = None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="lora-moe-rl-bench-", dir=directory)
+
+
+def require_room(folder: str | Path, needed_gb: float, command: str, other: str) -> None:
+    """Raises BenchmarkError where the disk of `folder` has less. `other`: how to name another."""
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < needed_gb:
+        raise BenchmarkError(
+            f"{command} takes {needed_gb:.0f} GB of {folder}'s disk, which has {free:.0f} GB free: "
+            f"name another with {other}, or a smaller --gb"
+        )
 
 
 def busy_cores() -> float:
