@@ -106,13 +106,11 @@ async def _rounds(
         theirs = await asyncio.to_thread(counts_of_server, asked[THEIRS].root)
         return {OURS: await engine.counted.remote(), THEIRS: theirs}
 
-    every = range(-(-options.trajectories // options.rounds))
     for one in asked.values():  # to warm up
-        await played(one, range(-1, 0), 1)
+        await played(one, range(-options.at_once, 0), options.at_once)
     before = await counted()
     rounds: dict[str, list[Round]] = {name: [] for name in asked}
-    for number in range(options.rounds):
-        tasks = [number * len(every) + i for i in every]
+    for number, tasks in enumerate(tasks_of_rounds(options.trajectories, options.rounds)):
         for name in list(asked)[:: 1 if number % 2 else -1]:
             rounds[name].append(await played(asked[name], tasks, options.at_once))
     after = await counted()
@@ -121,6 +119,13 @@ async def _rounds(
         name: {key: value - before[name].get(key, 0) for key, value in found.items()}
         for name, found in after.items()
     }
+
+
+def tasks_of_rounds(trajectories: int, rounds: int) -> list[range]:
+    """Rounds of as equal numbers as there are, none of them empty."""
+    rounds = min(rounds, trajectories)
+    ends = [trajectories * (i + 1) // rounds for i in range(rounds)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 async def played(asked: Asked, tasks: Sequence[int], at_once: int) -> Round:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from lora_moe_rl.bench import agents
-from lora_moe_rl.bench.agents import OURS, SAID, THEIRS, TURNS, Round, Spent
+from lora_moe_rl.bench.agents import OURS, SAID, THEIRS, TURNS, Asked, Round, Spent
 from lora_moe_rl.bench.report import all_met
 from lora_moe_rl.errors import BenchmarkError
 
@@ -52,6 +55,37 @@ def test_other_tokens_than_with_the_other_server_are_no_figures():
     }  # fmt: skip
     with pytest.raises(BenchmarkError, match=f"turns of \\[{SAID - 1}\\] tokens"):
         agents.check(short, 0)
+
+
+@pytest.mark.parametrize(("trajectories", "rounds"), [(256, 4), (10, 4), (3, 4), (7, 1)])
+def test_as_many_trajectories_are_run_as_are_asked_for(trajectories, rounds):
+    tasks = agents.tasks_of_rounds(trajectories, rounds)
+    assert [task for of in tasks for task in of] == list(range(trajectories))
+    sizes = [len(of) for of in tasks]
+    assert len(sizes) == min(rounds, trajectories) and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.seconds  # imports the endpoint
+async def test_both_servers_are_warm_with_as_many_at_once_as_are_measured(monkeypatch):
+    from lora_moe_rl.bench import agents_servers
+
+    class Engine:
+        class counted:
+            remote = staticmethod(lambda: asyncio.sleep(0, {"forks": 0.0}))
+
+    played = []
+
+    async def play(asked, tasks, at_once):
+        played.append((asked, list(tasks), at_once))
+        return Round([Spent(TOKENS, 1.0) for _ in tasks], 1.0)
+
+    monkeypatch.setattr(agents, "played", play)
+    monkeypatch.setattr(agents_servers, "counts_of_server", lambda root: {})
+    both = {OURS: Asked("ours", "m", True), THEIRS: Asked("theirs", "m", False)}
+    asked = SimpleNamespace(trajectories=5, rounds=2, at_once=3)
+    rounds, _ = await agents._rounds(both, Engine, asked)
+    assert [(len(tasks), at_once) for _, tasks, at_once in played[:2]] == [(3, 3), (3, 3)]
+    assert [sum(len(one.spent) for one in rounds[name]) for name in both] == [5, 5]
 
 
 def test_what_a_tool_answers_has_as_many_tokens_each_time():
