@@ -6,8 +6,9 @@ Shape letters: N tokens that are fed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from statistics import median
 from typing import Any, NamedTuple
 
 from lora_moe_rl.bench import trl_step
@@ -16,6 +17,7 @@ from lora_moe_rl.errors import BenchmarkError
 
 KEY = "tml-bench"  # any
 SAMPLED = (16, 64, 256)  # prompts at a time, of GROUP samples each
+ROUNDS = 3  # of each size
 LEARNED = (128, 512, 2048)  # data of one forward_backward
 
 
@@ -50,11 +52,23 @@ def measure(url: str, warmup: int, steps: int) -> tuple[list[Loop], dict[str, li
     prompts = _prompts(client.get_tokenizer())
     steps_of = [_step(client, prompts) for _ in range(warmup + steps)]
     sampler = client.save_weights_and_get_sampling_client().result()
-    grown = {
-        "samples": [_sampled(sampler, prompts, count) for count in SAMPLED],
-        "data": [_learned(client, sampler, prompts, count) for count in LEARNED],
+    growth = {
+        "samples": grown(lambda count: _sampled(sampler, prompts, count), SAMPLED),
+        "data": grown(lambda count: _learned(client, sampler, prompts, count), LEARNED),
     }
-    return steps_of[warmup:], grown
+    return steps_of[warmup:], growth
+
+
+def grown(call: Callable[[int], Taken], sizes: Sequence[int]) -> list[Taken]:
+    """The medians of ROUNDS calls of each size, after one to warm up, every second round from the
+    largest size down."""
+    for size in sizes:
+        call(size)
+    found: dict[int, list[Taken]] = {size: [] for size in sizes}
+    for number in range(ROUNDS):
+        for size in sizes[:: -1 if number % 2 else 1]:
+            found[size].append(call(size))
+    return [Taken(of[0].number, median(one.seconds for one in of)) for of in found.values()]
 
 
 def _prompts(tokenizer: Any):

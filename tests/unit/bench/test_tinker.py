@@ -39,6 +39,18 @@ def test_steps_whose_tokens_are_not_of_one_policy_are_no_figures():
             tinker_loop.check(right | {"sampled_logprob_diff:max": wrong})
 
 
+def test_growth_is_of_medians_of_warm_calls_in_both_orders():
+    asked, slow = [], [30.0, 60.0, 90.0, 1.0, 2.0, 3.0, 9.0, 2.0, 8.0, 1.0, 2.0, 3.0]
+
+    def call(size):
+        asked.append(size)
+        return Taken(size * 8, slow[len(asked) - 1])
+
+    found = tinker_loop.grown(call, (16, 64, 256))
+    assert asked == [16, 64, 256] * 2 + [256, 64, 16] + [16, 64, 256]
+    assert found == [Taken(128, 1.0), Taken(512, 2.0), Taken(2048, 3.0)]
+
+
 def test_samples_that_ended_early_are_no_figures():
     pytest.importorskip("tinker")
 
