@@ -18,6 +18,7 @@ from lora_moe_rl.base.contents import Contents, Kept
 from lora_moe_rl.base.ipc import Cuda
 from lora_moe_rl.base.ipc_store import map_store, share_store
 from lora_moe_rl.errors import HeldBaseError
+from lora_moe_rl.kernels.bit_sums import bit_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +86,8 @@ def used() -> int:
 
 
 def test_a_process_maps_what_another_holds_and_the_memory_is_there_once(owner, tmp_path):
-    torch.zeros(1, device="cuda")
+    bit_sum(torch.zeros(1024, device="cuda"))  # kernels are loaded by their first call
+    torch.cuda.synchronize()
     before = used()
     mapped = map_store(tmp_path, CONTENTS, Cuda())
     torch.cuda.synchronize()
