@@ -86,6 +86,8 @@ class HostActivations:
             yield
         finally:
             self.last = None
+            if self.stream is not None:  # what was called back and never read is given back as well
+                torch.cuda.current_stream().wait_stream(self.stream)
 
     def taken(self) -> tuple[float, int]:
         """(seconds, moved) since it was asked."""

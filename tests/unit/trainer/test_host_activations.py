@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -145,3 +147,21 @@ def test_without_gradients_nothing_moves_and_a_layer_that_fails_leaves_no_hooks(
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     x.square().sum().backward()
     assert host.taken()[1] == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_ends_behind_the_copies_that_it_has_begun(monkeypatch, fails):
+    """Memory of what was called back and never read is the computing stream's again."""
+    waited: list[object] = []
+
+    class Computing:
+        wait_stream = staticmethod(waited.append)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Computing)
+    host = HostActivations([], CPU)
+    host.stream = "the copies"
+    with pytest.raises(KeyError) if fails else nullcontext(), host.step():
+        assert waited == []
+        if fails:
+            raise KeyError
+    assert waited == ["the copies"]
