@@ -66,7 +66,7 @@ def errors(values: dict[str, Any]) -> dict[str, str]:
 def left_s() -> float:
     """Seconds that this stage has left for its parts."""
     ends = os.environ.get(ENDS)
-    return WITHOUT_END_S if ends is None else max(float(ends) - time.time() - SPARE_S, 1.0)
+    return WITHOUT_END_S if ends is None else max(float(ends) - time.monotonic() - SPARE_S, 1.0)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -94,7 +94,7 @@ def _live(
     """A stage's process from its start to its end: its exit code, None when its time was up; and
     what of it is still there."""
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **env, MARK: mark, ENDS: str(time.time() + limit_s)}
+    environment = {**os.environ, **env, MARK: mark, ENDS: str(time.monotonic() + limit_s)}
     deadline = time.monotonic() + limit_s
     seen: set[psutil.Process] = set()
     try:

@@ -129,10 +129,10 @@ def test_a_slice_has_its_share_of_the_time_that_is_left(monkeypatch, tmp_path):
     def last(name, *_, timeout_s, **rest):
         shares.append(timeout_s)
         if len(shares) == 2:
-            monkeypatch.setenv(ENDS, str(time.time() + 55))  # the second one was slow
+            monkeypatch.setenv(ENDS, str(time.monotonic() + 55))  # the second one was slow
 
     monkeypatch.setattr(slices, "apart", last)
-    monkeypatch.setenv(ENDS, str(time.time() + 245))
+    monkeypatch.setenv(ENDS, str(time.monotonic() + 245))
     slices.run(Parts(tmp_path / "slices.json"), "cpu", "a:1:none", "b:1:none", "c:1:none")
     assert shares == pytest.approx([80, 120, 50], abs=2)
 
