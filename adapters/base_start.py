@@ -83,7 +83,7 @@ class BaseStart:
 class BaseWeights:
     """Single weights of a Hugging Face directory of safetensors files, one or several."""
 
-    def __init__(self, directory: Path, init: str = "olora"):
+    def __init__(self, directory: Path, init: str):
         """`init`: the start that they are read for, by its name."""
         self.directory, self.init = Path(directory), init
 

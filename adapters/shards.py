@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.errors import AdapterError
 
 
@@ -74,16 +73,3 @@ def _place(name: str, shape: tuple[int, ...], parts: list[Shard]) -> np.ndarray:
             f"{int((seen > 1).sum())} sent more than once"
         )
     return whole
-
-
-def served(spec: AdapterSpec, name: str, whole: np.ndarray) -> np.ndarray:
-    """The canonical tensor `name` of a checkpoint, float32, as it is served (`served.py`)."""
-    site = spec.by_name.get(name.rpartition(".")[0])
-    if site is None or not site.frozen_rank:
-        return whole
-    found, rank = whole.copy(), site.trained_rank
-    if name.endswith(".A"):
-        found[..., rank:, :] -= whole[..., :rank, :]
-    else:
-        found[..., :rank] += whole[..., rank:]
-    return found

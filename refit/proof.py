@@ -159,19 +159,18 @@ def _check_near(
     _check_shape(ours, theirs)
     diffs = np.abs(ours - theirs)
     off = diffs / np.maximum(1.0, np.abs(theirs))
-    worst, mean = int(off.argmax()), _rms(np.sort(off)[: -math.ceil(LEFT_OUT * len(off))])
-    near = bool(off[worst] <= tolerance.token)
-    if (mean > MEAN * tolerance.token) if tolerance.rounds else not near:
-        by = f"{diffs[worst]:.2e}"
-        if tolerance.rounds:
-            by = f"{mean:.2e} times its size in root mean square, and {by} at most,"
+    worst = int(off.argmax())
+    judged, limit, by = off[worst], tolerance.token, f"{diffs[worst]:.2e}"
+    if tolerance.rounds:
+        judged, limit = _rms(np.sort(off)[: -math.ceil(LEFT_OUT * len(off))]), MEAN * limit
+        by = f"{judged:.2e} times its size in root mean square, and {by} at most,"
+    if judged > limit:
         raise RefitError(
-            f"adapter version {version}: engine and trainer differ by {by} in "
-            f"logprob on {where} ({ours[worst]:.6g}, {theirs[worst]:.6g}), more than "
-            f"{tolerance.token * (MEAN if tolerance.rounds else 1):.2e} times its size{more} "
+            f"adapter version {version}: engine and trainer differ by {by} in logprob on {where} "
+            f"({ours[worst]:.6g}, {theirs[worst]:.6g}), more than {limit:.2e} times its size{more} "
             "(refit.proof_tolerance sets the limit)"
         )
-    return float(diffs.max()), near
+    return float(diffs.max()), bool(off[worst] <= tolerance.token)
 
 
 def _nearer(

@@ -13,7 +13,8 @@ from lora_moe_rl.adapters import peft_import
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.peft import BASE_KEY
 from lora_moe_rl.adapters.peft_import import Order
-from lora_moe_rl.adapters.shards import Shard, assemble, served
+from lora_moe_rl.adapters.served import served
+from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.config import AdapterConfig, RunConfig
 from lora_moe_rl.errors import AdapterError, CheckpointError, ModelError

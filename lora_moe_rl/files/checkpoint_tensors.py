@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_moe_rl.adapters.shards import Shard, assemble, served
+from lora_moe_rl.adapters.served import served
+from lora_moe_rl.adapters.shards import Shard, assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.files.checkpoint_contents import slice_of
 from lora_moe_rl.files.trainer_state import files

@@ -165,16 +165,11 @@ def _check_ids(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def _model_vocab_size(directory: Path) -> int | None:
+    """None for a config.json that does not say; the model's own checks tell of that."""
     path = directory / "config.json"
     try:
         size = language_config(json.loads(path.read_text())).get("vocab_size")
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # the model's own checks tell of it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return size if isinstance(size, int) else None
 

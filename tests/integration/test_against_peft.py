@@ -11,7 +11,8 @@ import tiny_families
 import torch
 from ranks import random_adapter, run_ranks, spec_of
 
-from lora_moe_rl.adapters.shards import assemble, served
+from lora_moe_rl.adapters.served import served
+from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 
 RELATIVE = 1e-5

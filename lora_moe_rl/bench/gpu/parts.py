@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_moe_rl.files.replacing import replace_file
 
-ENDS = "LORA_MOE_RL_STAGE_ENDS"  # when a stage is ended, in seconds since 1970
+ENDS = "LORA_MOE_RL_STAGE_ENDS"  # when a stage is ended, by time.monotonic of its machine
 WITHOUT_END_S = 600.0  # of a stage that nobody ends
 SPARE_S = 5.0  # in which a part that was ended is written down
 

@@ -157,7 +157,7 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="elsewhere.safetensors', which is not a file beside it"):
-        BaseWeights(tmp_path).read("model.norm")
+        BaseWeights(tmp_path, "olora").read("model.norm")
 
 
 def test_two_models_in_one_directory_are_refused(tmp_path):
@@ -166,4 +166,4 @@ def test_two_models_in_one_directory_are_refused(tmp_path):
     index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileError, match="that does not name it"):
-        BaseWeights(tmp_path).read("model.norm")
+        BaseWeights(tmp_path, "olora").read("model.norm")

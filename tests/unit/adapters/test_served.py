@@ -11,8 +11,8 @@ from refit_ranks import make_layouts
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.adapters.layers import LoRALinear, Switch
+from lora_moe_rl.adapters.served import served
 from lora_moe_rl.adapters.sharding import RankLayout
-from lora_moe_rl.adapters.shards import served
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.adapters.starts import STARTS, start
 from lora_moe_rl.config import AdapterConfig
