@@ -253,6 +253,10 @@ def test_how_each_test_ended_is_there_once_it_has_ended(tmp_path):
     assert hangs["end"] == "failed" and "Timeout" in hangs["message"] and hangs["seconds"] < 10
     assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
     assert found["running"] == "test_ends"
+    file.write_text("def test_last(): pass\n")
+    assert tests.run_pytest(parts, "other", file, 60) == 0
+    (last,) = parts.values["other"].pop("tests")
+    assert last["name"] == "test_last" and "running" not in parts.values["other"]
 
 
 def test_tests_that_fail_are_a_part_that_failed(tmp_path, monkeypatch):
