@@ -13,6 +13,7 @@ SCORING = ((None, None), ("sigmoid", "noaux_tc"))
 
 def refused(c: Config) -> Iterator[str]:
     yield from refusals.usual(c, refusals.MLA_ROPES)
+    yield from refusals.interleaved_rope(c)
     yield from refusals.sigmoid_router(c)
     yield from refusals.scoring(c, SCORING, "DeepSeek-V3 has sigmoid with noaux_tc")
 

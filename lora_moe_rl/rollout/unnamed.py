@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
 
 PLACE = Path("/dev/shm")
 # What Python's multiprocessing and vLLM's C code call them. Others have files there as well.
-PREFIXES = ("psm_", "vllm_dist_")
+PYTHONS = "psm_"
+PREFIXES = (PYTHONS, "vllm_dist_")
 
 
 def forget_names() -> list[str]:
@@ -30,6 +32,8 @@ def forget_names() -> list[str]:
     found = {path for one in (me, *me.children(recursive=True)) for path in _mapped(one.pid)}
     for path in found:
         path.unlink(missing_ok=True)
+        if path.name.startswith(PYTHONS):  # whose tracker would miss it, and say so on stderr
+            resource_tracker.unregister(f"/{path.name}", "shared_memory")
     return sorted(path.name for path in found)
 
 

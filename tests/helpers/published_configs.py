@@ -16,6 +16,7 @@ DEEPSEEK_V3 = config_of("deepseek_v3")
 KIMI_K2 = config_of("kimi_k2")
 MOONLIGHT_16B_A3B = config_of("moonlight_16b_a3b")
 GLM_4_5_AIR = config_of("glm_4_5_air")
+GLM_4_7_FLASH = config_of("glm_4_7_flash")
 QWEN3_NEXT_80B_A3B = config_of("qwen3_next_80b_a3b")
 QWEN3_5_35B_A3B = config_of("qwen3_5_35b_a3b")
 GPT_OSS_20B = config_of("gpt_oss_20b")
@@ -32,6 +33,7 @@ PUBLISHED = {
     "Kimi-K2": KIMI_K2,
     "Moonlight-16B-A3B": MOONLIGHT_16B_A3B,
     "GLM-4.5-Air": GLM_4_5_AIR,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
     "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B,
     "Qwen3.5-35B-A3B, by itself": dict(language_config(QWEN3_5_35B_A3B)),

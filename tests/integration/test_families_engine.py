@@ -21,7 +21,7 @@ EXACT = 5e-6  # logprobs, float32
 # minute each, those that are the only ones with their attention, norms or experts, and the dense.
 ENGINES = [
     *("qwen2_moe", "deepseek_v2", "qwen3", "qwen3_next", "qwen3_5_moe_published"),
-    *("gpt_oss", "olmoe", "minimax_m2"),
+    *("gpt_oss", "olmoe", "minimax_m2", "glm4_moe_lite"),
 ]
 DELTA = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_published")
 

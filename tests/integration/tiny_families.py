@@ -242,6 +242,24 @@ FAMILIES = {
         },
         {},
     ),
+    # The sizes of heads are the published ones, which are not those of other MLA.
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        MLA
+        | {
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "q_lora_rank": 48,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+        },
+        {"topk_method": "noaux_tc"},
+    ),
     # A window and a YaRN that the longest sequences go beyond; activations that reach the clamp.
     "gpt_oss": (
         "GptOss",

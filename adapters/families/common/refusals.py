@@ -63,6 +63,12 @@ def _rope(rope: Config, allowed: tuple[str, ...], keys: tuple[str, ...]) -> Iter
         yield "yarn rope needs original_max_position_embeddings, or Megatron-core assumes 4096"
 
 
+def interleaved_rope(c: Config) -> Iterator[str]:
+    """Of MLA: pairs of rotary embeddings stand next to each other, in vLLM and in Megatron-core."""
+    if c.get("rope_interleave") is False:
+        yield "rope_interleave=false is not supported: engines and trainer rotate neighbours"
+
+
 def one_expert(c: Config, normalised: bool | None) -> Iterator[str]:
     """`normalised`: whether the scores of the chosen experts are made to add up to one."""
     if c.get("num_experts_per_tok") == 1 and normalised:

@@ -31,6 +31,7 @@ PARAMETERS = {
     "Kimi-K2": 1026,
     "Moonlight-16B-A3B": 16.0,
     "GLM-4.5-Air": 107,
+    "GLM-4.7-Flash": 30,
     "Qwen3-Next-80B-A3B": 79.7,
     "Qwen3.5-35B-A3B": 34.7,
     "Qwen3.5-35B-A3B, by itself": 34.7,

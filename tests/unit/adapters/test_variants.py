@@ -24,6 +24,8 @@ OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
 SLIDING, FULL = "sliding_attention", "full_attention"
 OLMOE, MINIMAX = "OlmoeForCausalLM", "MiniMaxM2ForCausalLM"
+FLASH = "Glm4MoeLiteForCausalLM"
+FLASH_SIZES = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
 OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
 M2 = {
     "scoring_func": "sigmoid",
@@ -54,7 +56,19 @@ REFUSED = [
     (V3, {"rope_scaling": {"type": "yarn", "factor": 40}}, "assumes 4096"),
     (V3, {"norm_topk_prob": False}, "norm_topk_prob=false"),
     (V3, {"topk_method": "noaux_tc"}, "scoring_func=None"),
+    (V3, {"rope_interleave": False}, "rope_interleave=false"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (FLASH, {"num_hidden_layers": 3}, "first_k_dense_replace is missing"),
+    (
+        FLASH,
+        FLASH_SIZES | {"first_k_dense_replace": 2},
+        "first_k_dense_replace=2 and mlp_layer_types",
+    ),
+    (FLASH, FLASH_SIZES | {"mlp_layer_types": ["sparse"] * 3}, "first_k_dense_replace=1 and mlp_"),
+    (FLASH, FLASH_SIZES | {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    (FLASH, FLASH_SIZES | {"rope_interleave": False}, "rope_interleave=false"),
+    (FLASH, FLASH_SIZES | {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    (FLASH, FLASH_SIZES | {"rope_scaling": YARN}, "rope type 'yarn'"),
     (NEXT, SIZES | {"rope_scaling": YARN}, "rope type 'yarn'"),
     (NEXT, SIZES | {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
     (NEXT, SIZES | {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention"),
@@ -116,6 +130,8 @@ ALLOWED = [
     (QWEN3_5, SIZES | {"rope_parameters": MROPE | {"mrope_interleaved": True}}),
     (WITH_IMAGES, {"text_config": SIZES | {"mtp_num_hidden_layers": 1}, "vision_config": {}}),
     (GLM, {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    (FLASH, FLASH_SIZES | {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    (FLASH, FLASH_SIZES | {"rope_interleave": True, "num_nextn_predict_layers": 1}),
     (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
     (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),
     (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),

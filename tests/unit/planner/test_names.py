@@ -19,6 +19,7 @@ from lora_moe_rl.planner.facts import find
         ("zai-org/GLM-4.5", "GLM-4.5", 131072),
         ("zai-org/GLM-4.6", "GLM-4.5", 202752),
         ("glm-4.7", "GLM-4.5", 202752),
+        ("zai-org/GLM-4.7-Flash", "GLM-4.7-Flash", 202752),
         ("deepseek-ai/DeepSeek-R1-0528", "DeepSeek-V3", 163840),
         ("deepseek-ai/DeepSeek-V3.1-Terminus", "DeepSeek-V3", 163840),
         ("moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2", 131072),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 
 from lora_moe_rl.rollout import unnamed
@@ -33,5 +32,35 @@ def test_what_all_have_open_has_no_name_any_more_and_is_still_there():
         others.unlink()  # raises where it is gone
     finally:
         theirs.unlink(missing_ok=True)
-        resource_tracker.unregister(f"/{mine.name}", "shared_memory")
         mine.close()
+
+
+CHILD_MADE_IT = """
+import multiprocessing as mp
+from multiprocessing.shared_memory import SharedMemory
+
+def child(made, done):
+    memory = SharedMemory(create=True, size=4096)
+    made.put(memory.name)
+    done.wait()
+
+if __name__ == "__main__":
+    from lora_moe_rl.rollout import unnamed
+    spawn = mp.get_context("spawn")
+    made, done = spawn.Queue(), spawn.Event()
+    process = spawn.Process(target=child, args=(made, done))
+    process.start()
+    name = made.get()
+    assert unnamed.forget_names() == [name]
+    process.kill()
+    process.join()
+"""
+
+
+def test_pythons_tracker_says_nothing_of_it_when_processes_have_been_killed(tmp_path):
+    script = tmp_path / "engine.py"
+    script.write_text(CHILD_MADE_IT)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "shared_memory" not in done.stderr and "psm_" not in done.stderr, done.stderr
