@@ -363,6 +363,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "fetch": (_module("files.fetch"), "make a run directory from copies in storage, to go on in"),
     "export": (_module("export.command"), "write an adapter for PEFT and vLLM, or a merged model"),
     "dequantise": (_module("export.dequantise_command"), "write a quantised model as numbers"),
+    "language-model": (
+        _module("export.language_model_command"),
+        "write the language model of one of text and images",
+    ),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve": (_module("endpoint.command"), "serve a run's adapters, or a model, to OpenAI clients"),
     "tinker": (_module("service.command"), "train and sample for clients of Tinker's SDK"),

@@ -3,6 +3,7 @@
     lora-moe-rl plan recipes/kimi_k2_thinking.py
     python recipes/kimi_k2_thinking.py
     lora-moe-rl plan recipes/kimi_k2_thinking.py adapter.rank=8      # more room for the KV cache
+    python recipes/kimi_k2_thinking.py model.path=kimi-k2.5-text     # docs/families.md, Kimi-K2.5
 
 GPUs: 8, on each a rank of the trainer (TP 8, EP 8) and a rank of one engine (TP 8, EP 8), which
 take turns and hold all but norms and routers once, the experts as vLLM lays them out for its Marlin

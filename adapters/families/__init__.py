@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lora_moe_rl.adapters.families.common import linears
-from lora_moe_rl.adapters.families.common.family import Config, Dims, Family
+from lora_moe_rl.adapters.families.common.family import Around, Config, Dims, Family
 from lora_moe_rl.errors import ModelError
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "Dims",
     "Family",
     "ModelShape",
+    "around",
+    "check_around",
     "check_variant",
     "hf_layer",
     "hf_path",
@@ -75,6 +77,7 @@ class ModelShape:
         architecture = str(named[0]) if isinstance(named, list) else str(named)
         family = FAMILIES.get(architecture)
         if family is None:
+            check_around(architecture)
             listing = "; ".join(f"{name}: {f.title}" for name, f in FAMILIES.items())
             raise ModelError(
                 f"architecture {architecture} is not supported; supported are {listing}"
@@ -144,6 +147,25 @@ def _language(family: Family, config: Config) -> Config:
     tied = config.get("tie_word_embeddings", False)
     own = {"architectures": [inside.architecture], "model_type": inside.model_type}
     return config[inside.key] | own | {"tie_word_embeddings": tied}
+
+
+def around(architecture: str) -> tuple[Family, Around] | None:
+    """The family of its language model, of a larger model that is not taken as it is."""
+    for family in FAMILIES.values():
+        for one in family.around:
+            if one.architecture == architecture:
+                return family, one
+    return None
+
+
+def check_around(architecture: str) -> None:
+    """Raises ModelError for a larger model whose language model is supported, with the way out."""
+    if around(architecture) is not None:
+        raise ModelError(
+            f"architecture {architecture} is of text and images, and its language model alone is "
+            "supported: `lora-moe-rl language-model MODEL --out DIR` writes that as a checkpoint "
+            "of its own"
+        )
 
 
 def check_variant(architecture: str, config: Config) -> None:

@@ -1,11 +1,12 @@
-"""DeepSeek-V3, Moonlight and Kimi-K2. MLA and a sigmoid router with a correction bias."""
+"""DeepSeek-V3, Moonlight and Kimi-K2, and the language model of Kimi-K2.5. MLA and a sigmoid router
+with a correction bias."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lora_moe_rl.adapters.families.common import moe, refusals
-from lora_moe_rl.adapters.families.common.family import Config, Family
+from lora_moe_rl.adapters.families.common.family import Around, Config, Family
 
 # Configs written by transformers lack both keys; vLLM then fails to load the model.
 SCORING = ((None, None), ("sigmoid", "noaux_tc"))
@@ -47,4 +48,12 @@ FAMILY = Family(
     sigmoid_router=True,
     shared_expert="shared_experts",
     shared_width=moe.shared_experts,
+    around=(
+        Around(
+            architecture="KimiK25ForConditionalGeneration",
+            key="text_config",
+            prefix="language_model.",
+            left_out=("vision_tower.", "mm_projector."),
+        ),
+    ),
 )

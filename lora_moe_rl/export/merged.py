@@ -37,7 +37,7 @@ from lora_moe_rl.export.merged_out import (
     check_rest,
     disk_errors,
 )
-from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_shards
+from lora_moe_rl.export.merged_plan import CopyStep, MergeStep, ShardPlan, plan_renamed, plan_shards
 from lora_moe_rl.export.merged_weights import Dtype, Form, check_form, compute
 from lora_moe_rl.files.untrusted import SafeFile, SafeWeights, inside, read_json
 from lora_moe_rl.kernels.merge.rounding import Arrived
@@ -119,6 +119,22 @@ def dequantise(
         report = MergeReport(Path(out_dir), len(shards))
         report.changed_tensors = sum(1 for weight in stored.values() if weight.form != "float")
         return _write(planned, report, say or (lambda text: None))
+
+
+def write_part(
+    base: SafeWeights,
+    names: Mapping[str, str],
+    config: dict[str, Any],
+    out_dir: Path | str,
+    own: Files,
+    say: Say,
+) -> MergeReport:
+    """Writes the tensors that `names` has under the names that it gives them, bit for bit, in the
+    same way. `config`: the new config.json; `own` as in `export_merged`, and so is what is
+    raised."""
+    shards = plan_renamed(base, names)
+    planned = _Planned(base, shards, None, BASES_OWN, config, own)
+    return _write(planned, MergeReport(Path(out_dir), len(shards)), say)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,20 @@ def plan_shards(
     return [_plan_shard(base, name, owner, dtype) for name in base.files]
 
 
+def plan_renamed(base: SafeWeights, names: Mapping[str, str]) -> list[ShardPlan]:
+    """Of the tensors that `names` has, as they are and under the name that it gives each; a file
+    with none of them is left out."""
+    shards = []
+    for file, source in base.files.items():
+        kept = [entry for entry in source.entries.values() if entry.name in names]
+        if kept:
+            outputs = [(one, names[one.name], one.dtype, one.shape) for one in kept]
+            header, placed = _lay_out(outputs, source.metadata or {"format": "pt"})
+            copies = tuple(zip(kept, placed, strict=True))
+            shards.append(ShardPlan(file, header, tuple(placed), copies, ()))
+    return shards
+
+
 def _plan_shard(
     base: SafeWeights, name: str, owner: Mapping[str, StoredWeight], dtype: str | None
 ) -> ShardPlan:

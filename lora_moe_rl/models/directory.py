@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_moe_rl.adapters.families import FAMILIES, ModelShape
+from lora_moe_rl.adapters.families import FAMILIES, ModelShape, check_around
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import SafeFile, check_one_model, read_json
 from lora_moe_rl.models import quantised
@@ -85,6 +85,7 @@ def check_model_dir(path: Path | str) -> dict:
     named = config.get("architectures")
     architectures = list(map(str, named)) if named and isinstance(named, list) else ["missing"]
     family = FAMILIES.get(architectures[0])
+    check_around(architectures[0])
     if family is None or config.get("model_type") not in family.model_types:
         known = ", ".join(
             f"{name} (model_type {' or '.join(f.model_types)})" for name, f in FAMILIES.items()

@@ -30,6 +30,19 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Around:
+    """A larger model, of text and images, around one of the family, which is neither trained nor
+    served: `lora-moe-rl language-model` writes the language model as a checkpoint of its own. Its
+    config is under `key` of config.json, its weights have `prefix` before the names that they have
+    by themselves, and those under `left_out` are the other parts'."""
+
+    architecture: str
+    key: str
+    prefix: str
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture of Hugging Face. Functions of a `Config` take the model's `config.json`, or
     of a model inside a larger one `language_config` of that.
@@ -38,6 +51,7 @@ class Family:
     linear_layers  the global numbers of the layers with gated DeltaNet in the place of attention
     linear_attention  its kind, a key of `linears.ATTENTION`
     inside       the family is of a language model inside a larger one
+    around       larger models that are not taken as they are, but whose language model is
     bridge       imports Megatron and returns the family's class for `trainer/bridge.py` to register
                  (`trainer/bridge_parts.py`)
     moe_layers   the global numbers of the layers with routed experts; None: the family is dense,
@@ -56,6 +70,7 @@ class Family:
     linear_layers: Callable[[Config], tuple[int, ...]] | None = None
     linear_attention: Literal["gated_delta", "separate_delta"] = "gated_delta"
     inside: Inside | None = None
+    around: tuple[Around, ...] = ()
     qkv_bias: Callable[[Config], bool] = never
     qk_norm: Callable[[Config], bool] = never  # norms on the queries and keys of GQA
     norm_over_heads: bool = False  # each of these norms is over all heads together
