@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
         pytest.param("qwen3_moe", '{"recompute": "full"}', marks=pytest.mark.slow),
         pytest.param("qwen3_moe", '{"offload": "both"}', marks=pytest.mark.slow),
         pytest.param("glm4_moe", "{}", marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", "{}", marks=pytest.mark.slow),
     ],
 )
 def test_torch_reports_no_wait_of_ours_between_the_micro_batches(family, trainer, folder, tmp_path):
@@ -53,6 +54,8 @@ def test_torch_reports_no_wait_of_ours_between_the_micro_batches(family, trainer
         pytest.param("qwen3_30b_a3b", 8, "none", marks=pytest.mark.slow),
         pytest.param("kimi_k2", 2, "none", marks=pytest.mark.slow),
         pytest.param("kimi_k2", 4, "full", marks=pytest.mark.slow),
+        pytest.param("glm_4_7_flash", 47, "full", marks=pytest.mark.slow),
+        pytest.param("glm_4_7_flash", 8, "none", marks=pytest.mark.slow),
     ],
 )
 def test_memory_is_what_the_planner_says(name, layers, recompute, folder):

@@ -27,6 +27,7 @@ def kept(worker, spec):
         ("deepseek_v3", {"world_size": 4, "tp": 2, "cp": 2, "ep": 4}),
         ("deepseek_v3", {"world_size": 2, "tp": 2, "ep": 2}),
         ("glm4_moe", {}),
+        ("glm4_moe_lite", {}),
         ("qwen2_moe", {}),
         ("olmoe", {"world_size": 2, "tp": 2, "ep": 2}),
     ],
