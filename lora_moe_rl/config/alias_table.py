@@ -275,6 +275,7 @@ ALIASES = (
     Alias(("multi_turn.enable",), "environment=tools"),
     Alias(("tool_config_path",), "environment.tools", "file.py:function, for each"),
     Alias(("multi_turn.format",), "environment.calls", "json for hermes"),
+    Alias(("tool_call_parser",), "environment.calls", "vllm: and the name of the parser"),
     Alias(("max_tool_response_length",), "environment.max_output_chars", "characters"),
     Alias(("agent_loop_config_path", "default_agent_loop", "env_class"), "environment.name",
           "one of your own is file.py:Class"),

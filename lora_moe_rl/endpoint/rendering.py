@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,8 +35,8 @@ class Chats:
     ConfigError for a form that there is not."""
 
     def __init__(self, tokenizer: Any, calls: str = "json"):
-        self.tokenizer, self.form = tokenizer, Form.named(calls)
-        self._tagged, self._warned = calls == "json", False
+        self.tokenizer, self.form = tokenizer, Form.named(calls, tokenizer)
+        self._warned = False
         self._introduced = lru_cache(64)(self._introduce)
         self._special = SpecialTokens(tokenizer)
         num_ids = max(tokenizer.get_vocab().values()) + 1
@@ -94,13 +94,16 @@ class Chats:
         return token_ids
 
     def calls_in(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
+        self, text: str, token_ids: Iterable[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str | None, list[Message]]:
         """What a turn says beside its calls of tools, and the calls as OpenAI's API writes them. A
         call that cannot be read is text, as is all when the client has no tools."""
+        said, found = "", []
         try:
-            calls = self.form.read(text) if tools else []
-            found = [_call(call, tools) for call in calls]
+            if tools:
+                whole = self.form.text_of(self.tokenizer, text, token_ids)
+                said, calls = self.form.read(whole, tools)
+                found = [_call(call, tools) for call in calls]
         except ParseError:
             found = []
         except Exception as error:  # of a form of one's own; the turn is in the sample all the same
@@ -109,8 +112,7 @@ class Chats:
             self._warned, found = True, []
         if not found:
             return text, []
-        before = text.partition(OPEN)[0].rstrip() if self._tagged else ""
-        return before or None, found
+        return said or None, found
 
     def _look_at_answers(self, messages: Sequence[Message]) -> None:
         """Has special tokens in tools' answers told of."""
@@ -214,4 +216,5 @@ def _call(call: Call, tools: Sequence[Mapping[str, Any]]) -> Message:
     except (TypeError, ValueError) as error:  # a set, as Python's form may have; half a character
         raise ParseError(f"the arguments of {call.name} are no JSON: {error}") from error
     function = {"name": call.name, "arguments": written}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    name = call.id or f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": name, "type": "function", "function": function}

@@ -115,7 +115,7 @@ class Session:
             author: Author = "tool" if new[-1]["role"] in ("tool", "function") else "user"
             content = "\n".join(text_of(message) for message in new)
             sample = await self._reply(model, policy, author, token_ids, content, body.asked)
-            said, calls = chats.calls_in(sample.text, tools)
+            said, calls = chats.calls_in(sample.text, sample.response_ids, tools)
             message: Message = {"role": "assistant", "content": said}
             if calls:
                 message["tool_calls"] = calls

@@ -116,19 +116,18 @@ class Between:
         if "{answer}" not in in_line:
             raise ConfigError(f"environment.answer_in_text={in_line!r} has no {{answer}} in it")
         if tokenizer.chat_template is not None:
-            self._checked(None, [TRIAL], {})
+            self._checked(None, [{"content": TRIAL}], {})
 
     def in_chat(
         self,
         last: int | None,
-        contents: Sequence[str],
+        answers: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
-        names: Sequence[str] = (),
     ) -> list[int]:
         """Of a prompt that was made by the chat template, with `kwargs`. `last`: the token that
-        ended the turn; where the template would write the same, it is not there twice. `names`: of
-        the tools that the turn has called."""
-        return self._encode(self._checked(last, contents, kwargs, names))
+        ended the turn; where the template would write the same, it is not there twice. `answers`:
+        each with its content, and of a call the tool's name, and its id where it has one."""
+        return self._encode(self._checked(last, answers, kwargs))
 
     def in_text(self, contents: Sequence[str]) -> list[int]:
         """Of a prompt that is plain text; several answers stand in lines of their own."""
@@ -137,11 +136,11 @@ class Between:
     def _checked(
         self,
         last: int | None,
-        contents: Sequence[str],
+        answers: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
-        names: Sequence[str] = (),
     ) -> str:
-        told = [{"role": self.role, "content": content} for content in contents]
+        told = [{**self._about(answer), "role": self.role} for answer in answers]
+        names = [str(answer["name"]) for answer in answers if "name" in answer]
 
         def render(messages: list[dict[str, Any]], begins: bool) -> str:
             return self.tokenizer.apply_chat_template(
@@ -156,12 +155,16 @@ class Between:
                 f"the model's chat template refuses a message of the role {self.role}: {error}; "
                 "set environment.answer_role to one that it knows (user)"
             ) from error
-        if after is None or (contents == [TRIAL] and TRIAL not in after):
+        trial = [answer["content"] for answer in answers] == [TRIAL]
+        if after is None or (trial and TRIAL not in after):
             raise ConfigError(
                 f"the model's chat template does not show what a message of the role {self.role} "
                 "says; set environment.answer_role to one that it knows (user)"
             )
         return after
+
+    def _about(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        return answer if self.role == "tool" else {"content": answer["content"]}
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -3,6 +3,7 @@
     json      <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, anywhere in the
               turn, as often as wanted: Hermes' form, which Qwen's templates teach
     python    [add(1, b=2), add(3, 4)], the whole turn: a Python list of calls with constants
+    vllm:NAME as the parser of that name in vLLM's server reads them (`vllm_calls.py`)
 
 A turn without a call is an answer. What is in front of </think> is not looked at. Any other form is
 a function of one's own, file.py:function: the text of a turn in, a list of `Call` out; it raises
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +30,26 @@ HOW = {
 }
 
 
+VLLM = "vllm:"
+
+
+def is_own(name: str) -> bool:
+    """Whether it names a function, file.py:function."""
+    return ":" in name and not name.startswith(VLLM)
+
+
 class ParseError(Exception):
     """Raised for a call that cannot be read; the message is told to the model."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool's name, and what it is called with."""
+    """A tool's name, and what it is called with. `id`: what the model itself calls the call."""
 
     name: str
     positional: list[Any] = field(default_factory=list)
     named: dict[str, Any] = field(default_factory=dict)
+    id: str | None = None
 
 
 def arguments_of(call: Call, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -58,25 +68,42 @@ def arguments_of(call: Call, schemas: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Form:
-    """How a model calls. `how` tells it so; `read`: the calls of a turn, in order, none for an
-    answer."""
+    """How a model calls. `how` tells it so; `read` takes the text of a turn and the schemas of the
+    tools, and returns what is said in front of the calls, where that can be told, and the calls in
+    order, none for an answer. `special`: the text is that with the turn's special tokens."""
 
     how: str
-    read: Callable[[str], list[Call]]
+    read: Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[Call]]]
+    special: bool = False
 
     @classmethod
-    def named(cls, name: str) -> Form:
-        """json, python or file.py:function. Raises ConfigError for another name, and for what
-        cannot be imported."""
-        if ":" in name:
+    def named(cls, name: str, tokenizer: Any = None) -> Form:
+        """json, python, vllm:NAME, of which the model's tokenizer is asked, or file.py:function.
+        Raises ConfigError for another name, and for what cannot be imported."""
+        if name.startswith(VLLM):
+            from lora_moe_rl.environments.parts import vllm_calls
+
+            return cls("", vllm_calls.reader(name.removeprefix(VLLM), tokenizer), special=True)
+        if is_own(name):
             function = load_function(name)
-            return cls((function.__doc__ or "").strip(), function)
+            how = (function.__doc__ or "").strip()
+            return cls(how, lambda text, schemas: ("", function(text)))
         if name not in HOW:
             raise ConfigError(
-                f"environment.calls={name!r} is none of {', '.join(HOW)}; a form of your own is "
-                "named file.py:function"
+                f"environment.calls={name!r} is none of {', '.join(HOW)}; a parser of vLLM's is "
+                f"{VLLM}NAME, a form of your own file.py:function"
             )
-        return cls(HOW[name], calls_in_json if name == "json" else calls_in_python)
+        if name == "python":
+            return cls(HOW[name], lambda text, schemas: ("", calls_in_python(text)))
+        return cls(
+            HOW[name], lambda text, schemas: (text.partition(OPEN)[0].rstrip(), calls_in_json(text))
+        )
+
+    def text_of(self, tokenizer: Any, text: str, token_ids: Iterable[int]) -> str:
+        """What `read` takes, of a turn's text and tokens."""
+        if not self.special:
+            return text
+        return tokenizer.decode([int(one) for one in token_ids], skip_special_tokens=False)
 
     def description(self, schemas: list[dict[str, Any]]) -> str:
         """For the system prompt of a model whose chat template does not tell of tools."""

@@ -22,11 +22,11 @@ from lora_moe_rl.environments.parts.conversation import Conversation
 from lora_moe_rl.environments.parts.special_tokens import SpecialTokens
 from lora_moe_rl.environments.parts.templates import Between, Introduced
 from lora_moe_rl.environments.parts.tool_calls import (
-    HOW,
     Call,
     Form,
     ParseError,
     arguments_of,
+    is_own,
 )
 from lora_moe_rl.files.importing import absolute_spec
 
@@ -41,8 +41,9 @@ class ToolSettings(EnvironmentConfig):
     )
     calls: str = Field(
         "json",
-        description="How the model writes a call: json in <tool_call>, python, or a form of "
-        "your own, file.py:function.",
+        description="How the model writes a call: json in <tool_call>, python, vllm:NAME (by the "
+        "parser that vllm serve --tool-call-parser NAME has), or a form of your own, "
+        "file.py:function.",
     )
     max_turns: int = Field(8, ge=1, description="Most turns of the policy in a conversation.")
     max_calls: int = Field(16, ge=1, description="Most calls of tools in a conversation.")
@@ -73,7 +74,7 @@ class ToolSettings(EnvironmentConfig):
 
     def absolute(self) -> dict[str, Any]:
         found: dict[str, Any] = {"tools": [absolute_spec(tool) for tool in self.tools]}
-        if self.calls not in HOW:
+        if is_own(self.calls):
             found["calls"] = absolute_spec(self.calls)
         return found
 
@@ -84,7 +85,7 @@ class ToolTalk:
 
     def __init__(self, config: RunConfig, settings: ToolSettings, tokenizer: Any):
         self.settings, self.sources = settings, config.sources()
-        self.form = Form.named(settings.calls)
+        self.tokenizer, self.form = tokenizer, Form.named(settings.calls, tokenizer)
         self.between = Between(tokenizer, settings.answer_role, settings.answer_in_text)
         self.special = SpecialTokens(tokenizer)
 
@@ -107,33 +108,32 @@ class ToolTalk:
             if showing is not None and (state := await showing()) is not None:
                 one.in_state(state)
             turn = await one.ask(min(one.room, self.settings.max_turn_tokens or one.room))
-            end, calls, answers = self._read(turn, one, counts)
+            end, calls, answers = self._read(turn, one, introduced, counts)
             if calls:
                 one.called([_written(call, introduced.schemas) for call in calls])
             for call in calls if not end else ():
                 if not calls_left:
                     text = f"error: no calls are left (of {self.settings.max_calls})"
-                    answers.append(_answer(call.name, text))
+                    answers.append(_answer(call, text))
                     break
                 calls_left -= 1
                 counts["tool_calls"] += 1
                 done, text = await answering(call)
                 counts["tool_error"] += not done
                 counts["special_tokens"] += self.special.in_answer(call.name, text)
-                answers.append(_answer(call.name, text if done else f"error: {text}"))
+                answers.append(_answer(call, text if done else f"error: {text}"))
             if rewarding is not None and (earned := await rewarding()) is not None:
                 one.earn(earned)
             if end:
                 return end
-            names = [call.name for call in calls]
-            token_ids = self._tokens_between(prompt, turn, introduced, answers, names)
+            token_ids = self._tokens_between(prompt, turn, introduced, answers)
             if len(token_ids) >= one.room:
                 one.overflow()
                 return "context_overflow"
             one.tell("tool", token_ids, *answers)
 
     def _read(
-        self, turn: Sample, one: Conversation, counts: Counter[str]
+        self, turn: Sample, one: Conversation, introduced: Introduced, counts: Counter[str]
     ) -> tuple[str, list[Call], list[dict[str, Any]]]:
         """The end that the turn is, '' for none; its calls; and what it is told beside their
         answers."""
@@ -141,7 +141,8 @@ class ToolTalk:
             return "max_tokens", [], []
         answers: list[dict[str, Any]] = []
         try:
-            calls = self.form.read(turn.text)
+            text = self.form.text_of(self.tokenizer, turn.text, turn.response_ids)
+            calls = self.form.read(text, introduced.schemas)[1]
         except ParseError as error:
             counts["parse_error"] += 1
             if self.settings.mask_parse_errors:
@@ -159,21 +160,21 @@ class ToolTalk:
         turn: Sample,
         introduced: Introduced,
         answers: Sequence[Mapping[str, Any]],
-        names: Sequence[str],
     ) -> list[int]:
-        source, told = self.sources[prompt.data_set], [answer["content"] for answer in answers]
+        source = self.sources[prompt.data_set]
         if isinstance(prompt.text, str) and not source.chat_template:
-            return self.between.in_text(told)
+            return self.between.in_text([answer["content"] for answer in answers])
         own = prompt.columns.get("chat_template_kwargs") or {}
         kwargs = source.chat_template_kwargs | own
         if introduced.in_template:
             kwargs["tools"] = introduced.schemas
-        return self.between.in_chat(int(turn.response_ids[-1]), told, kwargs, names)
+        return self.between.in_chat(int(turn.response_ids[-1]), answers, kwargs)
 
 
-def _answer(name: str, text: str) -> dict[str, Any]:
-    """A message as TRL has it."""
-    return {"role": "tool", "name": name, "content": text}
+def _answer(call: Call, text: str) -> dict[str, Any]:
+    """A message as TRL has it; with the id that the model gave its call."""
+    answer = {"role": "tool", "name": call.name, "content": text}
+    return answer if call.id is None else answer | {"tool_call_id": call.id}
 
 
 def _written(call: Call, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,11 +30,15 @@ def tokenizer(template: str | None = CHATML):
     return made
 
 
+def told(*contents: str, **about: str) -> list[dict[str, str]]:
+    return [{"role": "tool", "content": content} | about for content in contents]
+
+
 def test_between_turns_stands_what_the_template_writes_there_and_its_end_token_only_once():
     made = tokenizer()
-    token_ids = Between(made, "tool", "\n{answer}\n").in_chat(EOS, ["17", "18"], {})
+    token_ids = Between(made, "tool", "\n{answer}\n").in_chat(EOS, told("17", "18"), {})
     assert made.decode(token_ids) == "\n<s>tool\n17<eos>\n<s>tool\n18<eos>\n<s>assistant\n"
-    other = Between(made, "tool", "\n{answer}\n").in_chat(ord("x"), ["17"], {})
+    other = Between(made, "tool", "\n{answer}\n").in_chat(ord("x"), told("17"), {})
     assert made.decode(other) == "<eos>\n<s>tool\n17<eos>\n<s>assistant\n"
 
 
@@ -49,7 +53,7 @@ def test_all_turns_together_are_what_the_template_writes_of_the_whole():
     together = (
         render(asked)
         + "[f()]<eos>"
-        + made.decode(Between(made, "tool", "\n{answer}\n").in_chat(EOS, ["3"], {}))
+        + made.decode(Between(made, "tool", "\n{answer}\n").in_chat(EOS, told("3"), {}))
     )
     assert together == render([*asked, *said])
 
@@ -69,8 +73,8 @@ def test_a_template_that_wants_the_call_before_an_answer_is_shown_one():
     made = tokenizer(OF_CALLS)
     between = Between(made, "tool", "\n{answer}\n")
     after = "<s>functions.add\n17<eos>\n<s>functions.add\n18<eos>\n<s>assistant\n"
-    assert made.decode(between.in_chat(EOS, ["17", "18"], {}, ["add"])) == "\n" + after
-    assert made.decode(between.in_chat(ord("x"), ["17", "18"], {}, ["add"])) == after
+    assert made.decode(between.in_chat(EOS, told("17", "18", name="add"), {})) == "\n" + after
+    assert made.decode(between.in_chat(ord("x"), told("17", "18", name="add"), {})) == after
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     whole = made.apply_chat_template(
         [
@@ -83,6 +87,25 @@ def test_a_template_that_wants_the_call_before_an_answer_is_shown_one():
         add_generation_prompt=True,
     )
     assert whole.endswith("I add.!add<eos>\n" + after)
+
+
+# In the manner of Kimi-K2's: an answer under the id that the model gave its call.
+BY_ID = (
+    "{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
+    "{{ m.content }}{% if m.name %}!{{ m.name }}{% endif %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def test_a_template_is_told_the_name_and_id_of_the_call_that_an_answer_is_to():
+    made = tokenizer(BY_ID)
+    answers = told("17", name="add", tool_call_id="functions.add:0")
+    between = Between(made, "tool", "\n{answer}\n")
+    expected = "\n<s>tool\n## Return of functions.add:0\n17!add<eos>\n<s>assistant\n"
+    assert made.decode(between.in_chat(EOS, answers, {})) == expected
+    as_user = Between(made, "user", "\n{answer}\n")  # who has neither
+    assert made.decode(as_user.in_chat(EOS, answers, {})) == "\n<s>user\n17<eos>\n<s>assistant\n"
 
 
 def test_in_plain_text_answers_stand_in_lines_of_their_own():
@@ -142,9 +165,9 @@ def test_what_stands_for_a_turn_is_in_no_answer_and_never_the_same(monkeypatch):
     between = Between(made, "tool", "\n{answer}\n")
     monkeypatch.setattr(templates, "token_hex", lambda n: next(marks))
     for answers in (["log 0f5c9e1d7a end", "ab"], ["cd"]):
-        told = made.decode(between.in_chat(ord("x"), answers, {}))
+        after = made.decode(between.in_chat(ord("x"), told(*answers), {}))
         shown = "".join(f"<s>tool\n{answer}<eos>\n" for answer in answers)
-        assert told == f"<eos>\n{shown}<s>assistant\n"
+        assert after == f"<eos>\n{shown}<s>assistant\n"
     assert next(marks, None) is None
     monkeypatch.undo()
     assert templates.unsaid([]) != templates.unsaid([])

@@ -22,7 +22,7 @@ def tagged(text: str) -> str:
     ],
 )
 def test_calls_in_json(text, calls):
-    assert Form.named("json").read(text) == calls
+    assert Form.named("json").read(text, [])[1] == calls
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_calls_in_json(text, calls):
     ],
 )
 def test_calls_in_python(text, calls):
-    assert Form.named("python").read(text) == calls
+    assert Form.named("python").read(text, []) == ("", calls)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_calls_in_python(text, calls):
 )
 def test_what_is_no_call_is_refused(text, form, told):
     with pytest.raises(ParseError, match=told):
-        Form.named(form).read(text)
+        Form.named(form).read(text, [])
 
 
 def test_a_model_is_told_of_its_tools_in_words_without_a_template_for_them():
@@ -73,6 +73,6 @@ def test_a_model_is_told_of_its_tools_in_words_without_a_template_for_them():
 def test_a_form_of_ones_own_is_a_function_and_tells_the_model_how_to_call(tmp_path):
     (tmp_path / "mine.py").write_text("def f(text):\n    'Say it.'\n    return [text]\n")
     form = Form.named(f"{tmp_path}/mine.py:f")
-    assert form.read("x") == ["x"] and form.description([]).endswith("Say it.")
+    assert form.read("x", []) == ("", ["x"]) and form.description([]).endswith("Say it.")
     with pytest.raises(ConfigError, match="environment.calls='yaml' is none of json, python"):
         Form.named("yaml")
