@@ -173,8 +173,11 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
         raise ConfigError(
             f"the base is {form}, and {what}, which is supported in float dtypes; {AS_NUMBERS}"
         )
-    if config.refit.mode == "merged":
-        _check_linear_merged(shape, config, what)
+    if config.refit.mode == "merged" and shape.family.stacked_files:
+        raise ConfigError(
+            f"refit.mode=merged: checkpoints of {shape.architecture} have the experts of a layer "
+            "in one, which are not merged in engines; use refit.mode=adapter"
+        )
     if trainer.device != "cpu" and has_transformer_engine() and not importable("fla"):
         raise ConfigError(
             f"{what}, and Megatron-core computes it on GPUs with Transformer Engine by "
@@ -193,19 +196,6 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
             f"trainer.cp={trainer.cp} does not divide the {here} key heads of linear attention "
             f"that trainer.tp={trainer.tp} leaves a rank, of which each context-parallel rank has "
             f"some; use a divisor of {here}"
-        )
-
-
-def _check_linear_merged(shape: ModelShape, config: RunConfig, what: str) -> None:
-    if shape.family.stacked_files:
-        raise ConfigError(
-            f"refit.mode=merged: checkpoints of {shape.architecture} have the experts of a layer "
-            "in one, which are not merged in engines; use refit.mode=adapter"
-        )
-    if config.rollout.ep:
-        raise ConfigError(
-            f"rollout.ep=true with refit.mode=merged: {what}, and vLLM's CPU processes end where "
-            "engines without adapters cut its experts by ep; set rollout.ep=false"
         )
 
 

@@ -1,7 +1,9 @@
-"""Mend for vLLM on the CPU: LoRA on routed experts.
+"""Mend for vLLM on the CPU: LoRA on routed experts, and experts of which each rank has some.
 
 `vllm/model_executor/layers/fused_moe/oracle/unquantized.py` always picks Triton when LoRA is on,
-which the CPU has not, and vLLM's CPU kernels know no LoRA. Here: an experts class in plain torch.
+which the CPU has not, and vLLM's CPU kernels know no LoRA. Nor do they look at the map from experts
+to a rank's own (`expert_map`): without LoRA they read other experts, or beyond their memory. Here:
+an experts class in plain torch.
 """
 
 from __future__ import annotations
@@ -244,7 +246,7 @@ def _of_experts(slot: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Makes vLLM pick this class wherever LoRA is on."""
+    """Makes vLLM pick this class wherever LoRA is on, or a rank has some of the experts."""
     require_version("vllm", WHO)
     require_attributes(oracle, ("select_unquantized_moe_backend",), WHO)
     require_parameters(
@@ -257,7 +259,7 @@ def install() -> None:
         return  # installed already: a process may load its plugins twice
 
     def select(moe_config):
-        if moe_config.is_lora_enabled:
+        if moe_config.is_lora_enabled or moe_config.use_ep:
             return oracle.UnquantizedMoeBackend.CPU, TorchLoRAExperts
         return stock(moe_config)
 

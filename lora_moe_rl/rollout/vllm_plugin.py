@@ -8,7 +8,7 @@ no other mend; its CPU build lacks eleven things, each mended in a file of its o
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_delta    gated DeltaNet in float32
-    cpu_experts  LoRA on routed experts
+    cpu_experts  LoRA on routed experts; experts shared out to ranks
     cpu_int4     LoRA on routed experts that are INT4
     cpu_mxfp4    LoRA on routed experts that are MXFP4
     cpu_fp8      FP8 bases, with LoRA

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import hf
 import numpy as np
 import psutil
 import pytest
@@ -86,7 +87,13 @@ def score(engine: EngineProcess, version: int | None) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def serving(
-    name: str, folder: Path, targets: tuple[str, ...], tp: int, sizes=None, **adapter
+    name: str,
+    folder: Path,
+    targets: tuple[str, ...],
+    tp: int,
+    sizes=None,
+    ep: bool = False,
+    **adapter,
 ) -> Iterator[Serving]:
     model_dir = folder / "base"
     tiny_families.save(name, model_dir, **sizes or {})
@@ -95,7 +102,7 @@ def serving(
         model={"path": str(model_dir), "max_length": 128},
         adapter={"rank": 6, "expert_rank": 4, "alpha": 12, "targets": targets, **adapter},
         trainer=TrainerConfig(world_size=2, tp=2),
-        rollout={"tp": tp, "max_response_tokens": 64},
+        rollout={"tp": tp, "ep": ep, "max_response_tokens": 64},
         refit={"mode": "merged", "timeout_s": 60},
     )
     shape = ModelShape.from_hf_config(json.loads((model_dir / "config.json").read_text()))
@@ -133,6 +140,13 @@ def check_equals_a_restart(serving: Serving, found: list[np.ndarray], tensors: T
 
 def changes(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.abs(x - y).max() > 1e-2 for x, y in zip(a, b, strict=True))
+
+
+def by_hugging_face(folder: Path) -> list[np.ndarray]:
+    """What `score` gives, of the weights in `folder`."""
+    model, generator = hf.load(folder), np.random.default_rng(7)
+    drawn = [generator.integers(3, tiny_families.VOCAB_SIZE, length) for length in LENGTHS]
+    return [hf.logprobs(model, ids.tolist()) for ids in drawn]
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +257,27 @@ def test_linear_attention_over_two_engine_ranks_equals_a_restart(family, tmp_pat
         other = tensors | {"layers.0.out_proj.B": tensors["layers.0.out_proj.B"] + 1e-3}
         assert served.engine.ask("differing", 2, *served.send(2, other)) != []
     check_equals_a_restart(served, found, tensors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_an_engine_whose_ranks_share_the_experts_out_serves_the_merged_weights(family, tmp_path):
+    """An engine that was started on the same files would be wrong in the same way."""
+    with serving(family, tmp_path, ("*",), tp=2, ep=True) as served:
+        base = served.score(None)
+        served.publish(1, served.adapter(1))
+        tensors = served.adapter(2)
+        served.publish(2, tensors)
+        found = served.score(2)
+        assert changes(base, found)
+        assert served.engine.ask("differing", 2, *served.send(2, tensors)) == []
+        other = tensors | {
+            name: value + 1e-3 for name, value in tensors.items() if ".experts.up.B" in name
+        }
+        assert served.engine.ask("differing", 2, *served.send(2, other)) != []
+    merged = merge_by_hand(served, tensors)
+    for ours, folder in ((base, tmp_path / "base"), (found, merged)):
+        for mine, theirs in zip(ours, by_hugging_face(folder), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
 
 
 @contextlib.contextmanager

@@ -67,11 +67,6 @@ NEXT = ModelShape.from_hf_config(QWEN3_NEXT_80B_A3B | {"num_key_value_heads": 16
             {"refit": {"mode": "merged"}},
             "refit.mode=merged: checkpoints of Qwen3_5MoeForConditionalGeneration have the experts",
         ),
-        (
-            NEXT,
-            {"refit": {"mode": "merged"}, "rollout": {"tp": 2, "ep": True}},
-            "rollout.ep=true with refit.mode=merged: .*linear attention",
-        ),
         (NEXT, {"rollout": {"tp": 32}}, "rollout.tp=32 does not divide the model's 16"),
         (
             OSS,
