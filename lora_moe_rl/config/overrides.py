@@ -98,7 +98,10 @@ def parse_arguments(arguments: Sequence[str]) -> list[dict[str, Any]]:
             _require_removable(name)
         layers.append(checked_keys({name: value}))
     if unknown:
-        raise _unknown(*unknown)
+        given: dict[str, Any] = {}
+        for layer in layers:
+            _merge(given, layer)
+        raise _unknown(*unknown, *_of_no_plugin(given, ""))
     return layers
 
 
@@ -244,16 +247,17 @@ def _unknown_in(settings: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _of_no_plugin(settings: Mapping[str, Any], prefix: str) -> list[str]:
-    """Keys of sections that choose a plug-in which none that is there has: told beside others that
-    are unknown; alone they are the validation's to judge, as the plug-in may be one's own."""
+    """Other tools' keys of sections that choose a plug-in, which none that is there has: told
+    beside others that are unknown. Alone they are the validation's to judge, and so is any other
+    key, as the plug-in may be one's own."""
     found = []
     for part, value in settings.items():
         name = f"{prefix}{part}"
-        if name in KINDS and isinstance(value, Mapping):
+        if name in KINDS and isinstance(value, Mapping) and ":" not in str(value.get("name")):
             known = {key for one in choices(name).values() for key in one.model_fields}
             for key in value.keys() - known:
                 found += _ends(f"{name}.{key}", value[key])
-    return sorted(found)
+    return sorted(end for end in found if aliases.find(end) is not None)
 
 
 def _ends(name: str, value: Any) -> list[str]:

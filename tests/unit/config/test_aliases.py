@@ -157,3 +157,35 @@ def test_keys_of_all_sections_are_told_at_once(tmp_path):
         *("algorithm.rollout_correction.bypass_mode", "environment.env_class"),
     ]
     assert lines[2].endswith("here it is algorithm.anchor (rollout for true)")
+
+
+def test_keys_of_all_sections_are_told_at_once_on_the_command_line_too():
+    with pytest.raises(ConfigError) as error:
+        override(
+            RunConfig(),
+            [
+                *("algorithm.adv_estimator=grpo", "data.train_files=x", "algorithm.name=grpo"),
+                *("algorithm.rollout_correction.bypass_mode=true", "environment.env_class=x"),
+            ],
+        )
+    assert [line.split("'")[1] for line in str(error.value).splitlines()] == [
+        *("data.train_files", "algorithm.adv_estimator"),
+        *("algorithm.rollout_correction.bypass_mode", "environment.env_class"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["algorithm.name=my.py:Mine", "seed=1"])
+def test_a_setting_of_ones_own_plugin_is_not_told_beside_a_misspelt_key(tmp_path, name):
+    """Which settings a plug-in of one's own has is not known there; it may be the recipe's."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer: {stpes: 3}\nalgorithm: {sharp: 2}\n")
+    for arguments in ([name, "algorithm.sharp=2", "trainer.stpes=3"], [f"@{file}"]):
+        with pytest.raises(ConfigError) as error:
+            override(RunConfig(), arguments)
+        assert str(error.value) == "unknown config key 'trainer.stpes'; did you mean trainer.steps?"
+
+
+def test_nor_one_that_another_tool_has_too():
+    own = ["algorithm.name=my.py:Mine", "algorithm.epsilon=2", "trainer.stpes=3"]
+    with pytest.raises(ConfigError, match="^unknown config key 'trainer.stpes'[^\n]*$"):
+        override(RunConfig(), own)
