@@ -1,5 +1,5 @@
-"""Router decisions at as many bits as an expert id needs. The same on tensors, and Megatron's
-routing map, are in `op.py`: importing this package imports no torch."""
+"""Router decisions at as many bits as an expert id needs. What makes tensors of packed rows is in
+`op.py`: importing this package imports no torch."""
 
 from lora_moe_rl.kernels.route_codec.arrays import pack_array, unpack_array
 from lora_moe_rl.kernels.route_codec.cut import cut_array

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from lora_moe_rl.kernels.route_codec.layout import RowLayout
 
@@ -27,12 +26,3 @@ def unpack(packed: np.ndarray, layout: RowLayout) -> np.ndarray:
         for i in range(layout.num_ids):
             ids[t, i] = (whole >> i * layout.bits) & ((1 << layout.bits) - 1)
     return ids.reshape(len(packed), layout.num_layers, layout.top_k)
-
-
-def routing_map(
-    packed: np.ndarray, layer: int, layout: RowLayout, scores: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `op.routing_map`; gradients are autograd's."""
-    ids = torch.from_numpy(unpack(packed, layout)[:, layer])
-    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter(1, ids, True)
-    return chosen, torch.where(chosen, scores, 0)

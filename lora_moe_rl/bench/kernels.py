@@ -6,7 +6,7 @@ figure is printed. On the CPU the sides of each shape are divided by 8.
     adapters   forward and backward of one MoE layer's gate, up and down adapters; beside them what
                others do, and the base layer's forward and input gradient
     merge      W += scale * B A into stacked experts
-    codec      router decisions of all layers of a model
+    codec      router decisions of a model, unpacked layer by layer
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.kernels import merge
 from lora_moe_rl.kernels.merge import formats
 from lora_moe_rl.kernels.route_codec import RowLayout
-from lora_moe_rl.kernels.route_codec import op as route_codec
+from lora_moe_rl.kernels.route_codec.op import layer_ids
 from lora_moe_rl.upstream.doctor import installed
 
 TOKENS = {"cpu": (512,), "cuda": (4096, 32768, 65536)}
@@ -182,21 +182,17 @@ def measure_merges(shape: Shape, device: str, ceilings: dict[str, float]) -> lis
 
 
 def measure_codec(name: str, device: str, ceilings: dict[str, float]) -> Row:
-    """GB/s of the int16 ids, and for the share of a copy all bytes that move."""
+    """GB/s of one layer's int64 ids, and for the share of a copy all bytes that move."""
     layout = CODEC_LAYOUTS[name]
     tokens = CODEC_TOKENS[device]
-    shape = (tokens, layout.num_layers, layout.top_k)
-    ids = torch.randint(layout.num_experts, shape, device=device, dtype=torch.int16)
-    packed = route_codec.pack(ids, layout)
-    pack = seconds(lambda: route_codec.pack(ids, layout), device)
-    unpack = seconds(lambda: route_codec.unpack(packed, layout), device)
-    unpacked = route_codec.unpack(packed, layout)
-    moved = packed.numel() + unpacked.numel() * unpacked.element_size()
+    packed = torch.zeros(tokens, layout.row_bytes, device=device, dtype=torch.uint8)
+    taken = seconds(lambda: layer_ids(packed, layout.num_layers // 2, layout), device)
+    written = 8 * tokens * layout.top_k
+    moved = written + packed.numel() / layout.num_layers
     return {
         "layout": vars(layout), "name": name, "tokens": tokens, "row_bytes": layout.row_bytes,
-        "pack_gb_s": 2 * ids.numel() / pack / 1e9,
-        "unpack_gb_s": 2 * ids.numel() / unpack / 1e9,
-        "unpack_share_of_copy": moved / unpack / 1e9 / ceilings["copy_gb_s"],
+        "unpack_gb_s": written / taken / 1e9,
+        "unpack_share_of_copy": moved / taken / 1e9 / ceilings["copy_gb_s"],
     }  # fmt: skip
 
 

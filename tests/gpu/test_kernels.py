@@ -14,7 +14,7 @@ from lora_moe_rl.kernels.grouped_lora import grouped_lora
 from lora_moe_rl.kernels.grouped_lora.naive import grouped_lora as naive_lora
 from lora_moe_rl.kernels.merge import formats, naive
 from lora_moe_rl.kernels.route_codec import RowLayout, pack_array
-from lora_moe_rl.kernels.route_codec.op import pack, routing_map, unpack
+from lora_moe_rl.kernels.route_codec.op import layer_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,11 +142,7 @@ def test_merges(rank):
 def test_route_codec(layout):
     shape = (3000, layout.num_layers, layout.top_k)
     ids = np.random.default_rng(0).integers(0, layout.num_experts, shape)
-    packed = pack(torch.from_numpy(ids).cuda(), layout, "triton")
-    assert np.array_equal(packed.cpu().numpy(), pack_array(ids, layout))
-    assert np.array_equal(unpack(packed, layout, "triton").cpu().numpy(), ids)
-    scores = torch.rand(3000, layout.num_experts, device="cuda")
-    for layer in (0, layout.num_layers - 1):
-        chosen, gathered = routing_map(packed, layer, layout, scores, "triton")
-        on_cpu = routing_map(packed.cpu(), layer, layout, scores.cpu(), "torch")
-        assert torch.equal(chosen.cpu(), on_cpu[0]) and torch.equal(gathered.cpu(), on_cpu[1])
+    packed = torch.from_numpy(pack_array(ids, layout)).cuda()
+    for layer in range(layout.num_layers):
+        got = layer_ids(packed, layer, layout, "triton")
+        assert np.array_equal(got.cpu().numpy(), ids[:, layer])

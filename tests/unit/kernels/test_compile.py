@@ -17,7 +17,7 @@ INTS = {
     *("stride_ut", "stride_vt", "stride_de", "stride_dm", "stride_dn"),
     *("stride_ae", "stride_ar", "stride_ai", "stride_be", "stride_bo", "stride_br"),
     *("stride_pe", "stride_se"),
-    *("T", "num_bytes", "num_ids", "first_id", "first_bit", "stride_st"),
+    *("T", "num_ids", "first_bit"),
 }
 POINTERS = {
     "counts": "i64",
@@ -30,7 +30,7 @@ POINTERS = {
     "packed": "i32",
     "words": "i32",
 }
-LORA, CODEC = "grouped_lora", "route_codec"
+LORA = "grouped_lora"
 MATMUL = {"HAS_RANKS": True, "UPCAST": False}
 MERGE = {"UPCAST": False, "PRECISION": "tf32x3", "BLOCK_R": 32}
 TILE = {"BLOCK_O": 64, "BLOCK_I": 128}
@@ -39,9 +39,7 @@ FP32 = dict.fromkeys(("x", "y", "u", "v", "w", "d"), "fp32")
 FP32_W = dict.fromkeys(("W", "out"), "fp32")
 SMALL = {"BLOCK_T": 64, "BLOCK_M": 64, "BLOCK_N": 64}
 DEQUANT, FP8 = {"BLOCK_O": 16, "BLOCK_I": 256}, {"BLOCK_O": 32, "BLOCK_I": 128}
-ROW = {"NUM_IDS": 480, "WIDTH": 540, "BITS": 9}
-MAP = {"packed": "u8", "scores": "fp32", "chosen": "u8", "gathered": "fp32"}
-MAP_TILE = {"TOP_K": 8, "WIDTH": 540, "BITS": 9, "BLOCK_T": 8, "BLOCK_E": 512}
+ROW = {"TOP_K": 8, "WIDTH": 540, "BITS": 9, "BLOCK": 1024}
 CASES = [
     (LORA, "schedule", {}, {"E_POW2": 512, "SIZE": 128, "EMPTY": 1}),
     (LORA, "matmul", BF16, MATMUL | {"ADD": 0, "BLOCK_T": 128, "BLOCK_N": 32, "BLOCK_K": 64}),
@@ -62,9 +60,7 @@ CASES = [
     ("dequant", "int4_marlin", {"scales": "bf16", "out": "bf16"}, TILE),
     ("dequant", "int4_marlin", {"scales": "bf16", "out": "fp32"}, TILE),
     ("dequant", "mxfp4_marlin", {"scales": "u8", "out": "bf16"}, TILE),
-    (CODEC, "pack", {"ids": "i16", "packed": "u8"}, ROW | {"SPAN": 2, "BLOCK": 1024}),
-    (CODEC, "unpack", {"ids": "i16", "packed": "u8"}, ROW | {"BLOCK": 1024}),
-    (CODEC, "routing_map", MAP, MAP_TILE),
+    ("route_codec", "layer_ids", {"ids": "i64", "packed": "u8"}, ROW),
 ]
 
 
