@@ -28,7 +28,6 @@ from lora_moe_rl.base.dense import EMBEDDING, HEAD, Dense, apart, dense, repeate
 from lora_moe_rl.base.parts import missing_on_gpu
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
 
-Relation = Literal["identical", "view", "permuted", "not shareable"]
 SMALL = "norms and routers are too small to be worth it"
 QUANTISED = "the trainer keeps quantised linears packed, and vLLM's CPU build as numbers"
 QUANTISED_ON_GPUS = "vLLM lays quantised linears out for its kernels"
@@ -85,7 +84,6 @@ class Tensor:
 
     name: str  # vLLM's
     megatron: str
-    relation: Relation
     elements: int  # of the whole model
     reason: str = ""
 
@@ -135,17 +133,12 @@ def rule(
     quantised base; of linears outside routed experts FP8 alone is. `on_gpus`: whether each GPU
     holds what an engine's rank there has, for the trainer rank there, and not all for all."""
     ours, theirs = ExpertCut.of_trainer(trainer), ExpertCut.of_engine(rollout)
-    relation: Relation = "identical" if ours == theirs else "view"
     reason = _unlike(shape, ours, theirs)
     if on_gpus and form in GROUPED:
         reason = reason or _not_for_marlin(shape, theirs)
     if on_gpus and not reason and shape.moe_layers:
         reason = _experts_missing(shape, trainer, rollout)
-    if reason:
-        relation = "not shareable"
-    experts = [
-        Tensor(one.name, one.megatron, relation, one.elements, reason) for one in stacks(shape, 1)
-    ]
+    experts = [Tensor(one.name, one.megatron, one.elements, reason) for one in stacks(shape, 1)]
     return [*experts, *_rest(shape, trainer, rollout, form, on_gpus)]
 
 
@@ -207,13 +200,12 @@ def _rest(
             reason = missing_on_gpu(one, layers, shape, trainer, tp, rollout.ep)
         if form == "fp8" and one.modules:
             reason = QUANTISED_ON_GPUS if on_gpus else QUANTISED
-        relation = "not shareable" if reason else _relation(one, trainer.tp, tp)
         each = one.elements if one.modules else shape.vocab_size * shape.hidden_size
         elements = each * (1 + len(others))
-        yield Tensor(name, _MEGATRON[name.split(".")[-2]], relation, elements, reason)
+        yield Tensor(name, _MEGATRON[name.split(".")[-2]], elements, reason)
     routers = len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     norms = (2 * shape.num_layers + 1) * shape.hidden_size
-    yield Tensor("norms and routers", "norms and routers", "identical", routers + norms, SMALL)
+    yield Tensor("norms and routers", "norms and routers", routers + norms, SMALL)
 
 
 def kind(one: Dense) -> str:
@@ -240,9 +232,3 @@ _MEGATRON = {
     "gate_up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
 }
-
-
-def _relation(one: Dense, trainer_tp: int, tp: int) -> Relation:
-    if "k_proj" in one.modules or (one.fused_rows and trainer_tp != tp):
-        return "permuted"
-    return "view" if trainer_tp != tp or one.name.endswith("a_proj.weight") else "identical"
