@@ -13,7 +13,6 @@ loss stands above them. Who implements what:
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
     Channel       refit/transports/, a file each (the base class is in its __init__)
-    BaseWeights   where the frozen base's tensors come from: refit/merged_base.py
 
 Sampler, Environment and Publisher of a run that learns from its rows' own answers: run/offline.py.
 
@@ -362,20 +361,4 @@ class Channel(Protocol):
 
     def keep(self, versions: Iterable[int]) -> None:
         """Nothing needs the other versions any more."""
-        ...
-
-
-class BaseWeights(Protocol):
-    """Where tensors of the frozen base come from. They are given, and never written."""
-
-    def weight(self, layer: int, module: str, expert: int | None = None) -> Any:
-        """A linear's weight `[out, in]`, by global layer, canonical module and global expert."""
-        ...
-
-    def bias(self, layer: int, module: str) -> Any:
-        """A linear's bias `[out]`, None when it has none."""
-        ...
-
-    def check_unchanged(self) -> None:
-        """Raises RefitError when a tensor is not what it was at the start."""
         ...

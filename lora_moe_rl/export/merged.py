@@ -52,14 +52,13 @@ Say = Callable[[str], None]
 
 @dataclass
 class MergeReport:
-    """`arrived`: what rounding left of the adapter's change, by changed tensor. `bytes_*` are of
-    shards that were written, not of those found finished."""
+    """`arrived`: what rounding left of the adapter's change, by changed tensor. `bytes_written`
+    are of shards that were written, not of those found finished."""
 
     directory: Path
     shards: int = 0
     kept_shards: int = 0
     changed_tensors: int = 0
-    bytes_read: int = 0
     bytes_written: int = 0
     arrived: dict[str, Arrived] = field(default_factory=dict)
 
@@ -221,9 +220,8 @@ class _ShardWriter:
             self.fd = os.open(self.path, flags, 0o666)
             try:
                 _pwrite(self.fd, memoryview(self.shard.header), 0)
-                for step, (part, nbytes, one) in self._in_order():
+                for step, (part, one) in self._in_order():
                     digest.update(part)
-                    report.bytes_read += nbytes
                     report.bytes_written += sum(length for _, length in step.writes())
                     if one is not None:
                         arrived.setdefault(step.matrix.name, Arrived()).add(one)
@@ -235,7 +233,7 @@ class _ShardWriter:
             raise
         return digest.hexdigest(), arrived
 
-    def _in_order(self) -> Iterator[tuple[Any, tuple[bytes, int, Arrived | None]]]:
+    def _in_order(self) -> Iterator[tuple[Any, tuple[bytes, Arrived | None]]]:
         """Steps with their results, a few ahead of each other. None runs on after an error."""
         running: deque[tuple[Any, Future]] = deque()
         try:
@@ -257,18 +255,17 @@ class _ShardWriter:
                 with suppress(BaseException):
                     future.result()
 
-    def _copy(self, step: CopyStep) -> tuple[bytes, int, None]:
+    def _copy(self, step: CopyStep) -> tuple[bytes, None]:
         data = self._read(step.file, step.start, step.length)
         view = memoryview(data.numpy())
         _pwrite(self.fd, view, step.target)
-        return xxhash.xxh3_64_digest(view), step.length, None
+        return xxhash.xxh3_64_digest(view), None
 
-    def _merge(self, step: MergeStep, factors) -> tuple[bytes, int, Arrived | None]:
-        source, nbytes = {}, 0
+    def _merge(self, step: MergeStep, factors) -> tuple[bytes, Arrived | None]:
+        source = {}
         for role, place in step.matrix.source.items():
             start, length = place.span(step.first, step.rows)
             source[role] = self._read(place.file, start, length)
-            nbytes += length
         results, arrived = compute(step, source, factors, self.device, self.form)
         parts = []
         for (role, tensor), (start, length) in zip(results.items(), step.writes(), strict=True):
@@ -276,7 +273,7 @@ class _ShardWriter:
             assert len(view) == length, (step.matrix.name, role)
             _pwrite(self.fd, view, start)
             parts.append(xxhash.xxh3_64_digest(view))
-        return b"".join(parts), nbytes, arrived
+        return b"".join(parts), arrived
 
     def _read(self, file: str, start: int, length: int) -> torch.Tensor:
         data = torch.empty(length, dtype=torch.uint8)

@@ -51,8 +51,7 @@ def test_merged_equals_weights_merged_by_hand(family, layout, tmp_path):
         assert any(name.endswith("experts.gate_up_proj") for name in read_all(base))
     spec = spec_of(base)
     tensors = random_adapter(spec)
-    report = export_merged(spec, tensors, base, tmp_path / "out")
-    assert report.bytes_read == report.bytes_written
+    export_merged(spec, tensors, base, tmp_path / "out")
     found, by_hand = hf.load(tmp_path / "out"), hf.load(base)
     untouched = {name: value.clone() for name, value in by_hand.state_dict().items()}
     hf.merge(by_hand, spec, tensors)

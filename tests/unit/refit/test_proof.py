@@ -42,9 +42,8 @@ def test_a_probe_is_never_longer_than_an_engine_takes():
 
 def test_a_served_version_passes():
     proof = check(shifted(0.1 + 1e-5), shifted(0.1))
-    assert proof.told and proof.version == 7
+    assert proof.told
     assert proof.max_diff == pytest.approx(1e-5, rel=1e-3)
-    assert proof.trainer_effect == pytest.approx(0.1)
 
 
 def test_serving_the_base_is_an_error():
@@ -64,7 +63,7 @@ def test_another_adapter_is_an_error():
 
 def test_an_adapter_without_effect_cannot_be_told_from_the_base():
     proof = check(shifted(1e-7), shifted(0.0), engine_base=shifted(1e-7))
-    assert not proof.told and proof.trainer_effect == 0
+    assert not proof.told
 
 
 def test_an_effect_below_the_engines_own_difference_cannot_be_told():
