@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from lora_moe_rl.cluster.actors import Actor, answer
+from lora_moe_rl.cluster.hearing import heard
 from lora_moe_rl.cluster.replicas import is_death
 from lora_moe_rl.cluster.taking_turns import TakingTurns
 from lora_moe_rl.cluster.ticket_policy import TicketPolicy
@@ -84,7 +85,7 @@ class RolloutEngines(TakingTurns):
             places = n * self.route_pieces
             refs = actor.remote("sample_in_parts", places, *asked, num_returns=1 + places)
             with _given_up_together(refs[0]):
-                samples, routes = await self._heard(index, actor, refs[0])
+                samples, routes = await heard(actor, refs[0], self.pulses[index])
             return samples, travel.put_together(routes, refs[1:])
 
     async def say(
@@ -103,7 +104,7 @@ class RolloutEngines(TakingTurns):
         with self._rolls(index) as actor, watch(index):
             sent = actor.remote("say", token_ids, version, turn, seed, manner)
             with _given_up_together(sent):
-                return await self._heard(index, actor, sent)
+                return await heard(actor, sent, self.pulses[index])
 
     async def sample_each(
         self,
@@ -126,7 +127,7 @@ class RolloutEngines(TakingTurns):
             asked = places, token_ids, version, seeds, manner, top
             refs = actor.remote("sample_each", *asked, num_returns=1 + places)
             with _given_up_together(refs[0]):
-                found = await self._heard(index, actor, refs[0])
+                found = await heard(actor, refs[0], self.pulses[index])
             large = [refs[1 + i * each : 1 + (i + 1) * each] for i in range(len(seeds))]
             return [
                 (told, travel.put_together(routes, own))
@@ -143,7 +144,7 @@ class RolloutEngines(TakingTurns):
         with self._rolls(index) as actor:
             sent = actor.remote("score_prompt", token_ids, version, top)
             with _given_up_together(sent):
-                return await self._heard(index, actor, sent)
+                return await heard(actor, sent, self.pulses[index])
 
     def _check_served(self, version: int | None) -> None:
         oldest = [self.oldest[index] for index in self.present]

@@ -27,9 +27,10 @@ from ray.exceptions import RayActorError
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answer, get
+from lora_moe_rl.cluster.hearing import heard
 from lora_moe_rl.cluster.held_up import HeldUp
 from lora_moe_rl.cluster.placement import Placement
-from lora_moe_rl.cluster.pulse import UNHEARD, Pulse
+from lora_moe_rl.cluster.pulse import Pulse
 from lora_moe_rl.cluster.spread_actor import SpreadActor
 from lora_moe_rl.cluster.stacks import Place
 from lora_moe_rl.cluster.start_order import Starting
@@ -215,7 +216,7 @@ class Replicas:
             refs = sent if num_returns > 1 else [sent]
             try:
                 if ask is None:
-                    await self._heard(index, actor, refs[0])
+                    await heard(actor, refs[0], self.pulses[index])
                 else:
                     await ask(actor, refs[0])
                 return refs
@@ -243,34 +244,6 @@ class Replicas:
         task.result()
         if self.returning.get(index) is task:
             del self.returning[index]
-
-    async def _heard(self, index: int, actor: Actor, ref: Ref) -> Any:
-        """What an engine answers to a request, however long that takes, as long as it does
-        something about one of those that it has. Raises EngineSilent when it does not, whether or
-        not it answers other questions; its stacks are in its log then."""
-        pulse, waiting = self.pulses[index], asyncio.ensure_future(answer(actor, ref))
-        pulse.begin()
-        try:
-            while not (await asyncio.wait([waiting], timeout=pulse.every_s))[0]:
-                if pulse.due():
-                    await self._listen(actor, pulse)
-                if pulse.silent:
-                    raise EngineSilent(
-                        "none of its requests got a token or ended in rollout.silent_s="
-                        f"{pulse.silent_s:g} s"
-                    )
-            return waiting.result()
-        finally:
-            pulse.end()
-            waiting.cancel()
-
-    async def _listen(self, actor: Actor, pulse: Pulse) -> None:
-        try:
-            pulse.heard(await answer(actor, actor.remote("pulse"), pulse.every_s))
-        except LoraMoeRlError:  # of a death the request itself tells
-            pulse.heard(UNHEARD)
-        if pulse.silent:
-            await asyncio.to_thread(stacks.dump, [actor.place])
 
     @property
     def _refit_timeout(self) -> float:
@@ -305,13 +278,10 @@ class Replicas:
                     raise
 
     async def _each(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(
-            *(self._answer_of(index, method, *args) for index in self.present)
-        )
-
-    async def _answer_of(self, index: int, method: str, *args: Any) -> Any:
-        actor = self.actors[index]
-        return await self._refitted(actor, actor.remote(method, *args))
+        """What each engine answers, none of which is started anew over it."""
+        actors = [self.actors[index] for index in self.present]
+        asked = (self._refitted(actor, actor.remote(method, *args)) for actor in actors)
+        return await asyncio.gather(*asked)
 
     def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> bool:
         """An engine has died over a request. Whether it is started anew for that; others may have
