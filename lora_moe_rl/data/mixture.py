@@ -102,10 +102,10 @@ class Mixture:
             source.load_state_dict(state["sets"][name])
 
     def _next(self) -> Prompt:
-        row = sum(source.drawn for source in self._sources.values())
+        number = sum(source.drawn for source in self._sources.values())
         name = min(self._sources, key=self._turn)
         (prompt,) = self._sources[name].next(1)
-        return replace(prompt, row=row, data_set=name)
+        return replace(prompt, number=number, data_set=name)
 
     def _turn(self, name: str) -> tuple[float, str]:
         """The set of the smallest is drawn from; of equal ones that of the first name."""

@@ -49,14 +49,14 @@ def num_tokens(prompt: Sequence[int], answers: Sequence[Answer]) -> int:
 class Prompt:
     """One row of the data.
 
-    `columns` are the row's own values, given to the reward as keywords; `row` counts the prompts
-    drawn since the run began, and is the number of the prompt's ticket. `data_set` is the name of
-    the set of data.sets that it is of, '' when there is only one. `answers`: the row's own, the
-    best first, where they are what is learned from. `data_row`: the row's place in its data, from
-    0, with those that are left out; of a generator, in its pass.
+    `number` counts the prompts drawn since the run began, from 0, and is that of the prompt's
+    ticket; in an eval set it is the row's. `columns` are the row's own values, given to the reward
+    as keywords. `data_set` is the name of the set of data.sets that it is of, '' when there is only
+    one. `answers`: the row's own, the best first, where they are what is learned from. `data_row`:
+    the row's place in its data, from 0, with those that are left out; of a generator, in its pass.
     """
 
-    row: int
+    number: int
     text: Any  # str, or a list of {"role", "content"}
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
@@ -353,7 +353,7 @@ class Group:
     def __post_init__(self):
         if np.shape(self.rewards) != (len(self.samples),):
             raise ValueError(
-                f"prompt {self.prompt.row}: rewards of shape {np.shape(self.rewards)} for "
+                f"prompt {self.prompt.number}: rewards of shape {np.shape(self.rewards)} for "
                 f"{len(self.samples)} samples; a group has one for each, NaN where there is none"
             )
 

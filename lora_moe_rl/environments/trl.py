@@ -213,7 +213,7 @@ class Trl(Environment):
                 "prompt %s: reset set %d of its group's %d conversations other tasks, and a group "
                 "is rewarded for doing better than its others: draw from random or numpy.random, "
                 "which are seeded, or from the argument seed of reset",
-                prompt.row, len(tasks), len(done),
+                prompt.number, len(tasks), len(done),
             )  # fmt: skip
 
     def _name_of(self, prompt: Prompt) -> str:
@@ -222,7 +222,7 @@ class Trl(Environment):
         name = prompt.columns.get(COLUMN)
         if name not in self.factories:
             raise DataError(
-                f"prompt {prompt.row}: its column {COLUMN} is {name!r}, which is none of "
+                f"prompt {prompt.number}: its column {COLUMN} is {name!r}, which is none of "
                 f"environment.factories: {', '.join(self.factories)}"
             )
         return name
@@ -263,7 +263,7 @@ class Trl(Environment):
         if shown == prompt.text and "" in self.factories:
             return shown
         maker = self.makers[prompt.data_set, name]
-        place = f"prompt {prompt.row}, after {instance.factory}.reset"
+        place = f"prompt {prompt.number}, after {instance.factory}.reset"
         token_ids = maker.encode(shown, prompt.columns, place)
         one.begin(token_ids, shown if shown != prompt.text else None)
         if one.room < 1:
@@ -277,8 +277,8 @@ class Trl(Environment):
     def _seed(self, prompt: Prompt) -> int:
         """Of what an environment draws for a prompt: others in training than in an evaluation."""
         if prompt.data_set.startswith(EVAL):
-            return seed_of_prompt(self.config.eval.seed, prompt.data_set, prompt.row)
-        return int(np.random.SeedSequence([self.config.seed, prompt.row]).generate_state(1)[0])
+            return seed_of_prompt(self.config.eval.seed, prompt.data_set, prompt.number)
+        return int(np.random.SeedSequence([self.config.seed, prompt.number]).generate_state(1)[0])
 
     def _answering(self, instance: Instance) -> Answering:
         own = {schema["function"]["name"] for schema in self._own_tools()}

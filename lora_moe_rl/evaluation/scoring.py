@@ -82,7 +82,7 @@ def sample_lines(name: str, settings: EvalSetConfig, groups: Sequence[Group]) ->
             sample = group.samples[end]
             line = {
                 "set": name,
-                "row": group.prompt.row,
+                "row": group.prompt.number,
                 "sample": number,
                 "prompt": group.asked(end),
                 "response": sample.text,

@@ -281,7 +281,7 @@ class RunDir:
         which are of the prompts' numbers, all that says what the step was made of."""
         order = [
             {
-                "drawn": group.prompt.row,
+                "drawn": group.prompt.number,
                 "versions": group.versions,
                 "longest": max(len(sample.response_ids) for sample in group.samples),
             }

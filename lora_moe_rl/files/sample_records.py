@@ -19,7 +19,7 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
     sampled = sample.versions[sample.mask]
     return {
         "step": step,
-        "drawn": group.prompt.row,
+        "drawn": group.prompt.number,
         **({} if group.prompt.data_row is None else {"row": group.prompt.data_row}),
         **({"data_set": group.prompt.data_set} if group.prompt.data_set else {}),
         "prompt": group.asked(index),

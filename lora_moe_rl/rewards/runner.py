@@ -83,7 +83,7 @@ class RewardRunner:
                 fault = fault_of(turns, len(samples[index].turn_ends), value)
                 value = f"{fault} (log_turn_rewards)" if fault else value
             if isinstance(value, str):
-                reasons[index] = f"prompt {prompt.row}: {self.function} {value}"
+                reasons[index] = f"prompt {prompt.number}: {self.function} {value}"
             elif value is not None:
                 rewards[index] = value
         given = {i: one for i, one in told.items() if one is not None}

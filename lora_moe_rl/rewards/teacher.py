@@ -66,7 +66,7 @@ class Teacher:
 
     def _failed(self, group: Group, index: int, error: RewardError) -> None:
         if not (np.isnan(group.rewards[index]) and index in group.details.reasons):
-            reason = f"prompt {group.prompt.row}: {error}"
+            reason = f"prompt {group.prompt.number}: {error}"
             group.failures.append(reason)
             group.details.reasons[index] = reason
         group.rewards[index] = np.nan

@@ -96,7 +96,7 @@ def _check_finite(name: str, rows: Sequence[Judged], step: int) -> None:
         for one in (*row.policy, *(row.reference or ())):
             if not np.isfinite(one).all():
                 raise NonFiniteError(
-                    f"after step {step} a logprob of row {row.group.prompt.row} of eval.sets."
+                    f"after step {step} a logprob of row {row.group.prompt.number} of eval.sets."
                     f"{name} is not finite: the adapter is broken, or the base is; go on from an "
                     "older checkpoint with --resume-from"
                 )

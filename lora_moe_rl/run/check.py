@@ -87,7 +87,7 @@ def _run_dir(config: RunConfig) -> Finding:
 def _show_prompts(console: Console, preflight: Preflight) -> None:
     for prompt in preflight.source.examples(PROMPTS_SHOWN):
         whose = f"{prompt.data_set}, prompt" if prompt.data_set else "prompt"
-        title = f"\n{whose} {prompt.row}, {len(prompt.token_ids)} tokens"
+        title = f"\n{whose} {prompt.number}, {len(prompt.token_ids)} tokens"
         console.print(Text(title, style="bold"))
         console.print(Text(preflight.tokenizer.decode(prompt.token_ids)))
         for answer in prompt.answers:

@@ -98,10 +98,10 @@ class Evaluator:
         serves the version or will."""
         name = prompt.data_set
         manner = self._manner(self.sets[name])
-        seed = seed_of_prompt(self.config.eval.seed, name, prompt.row)
+        seed = seed_of_prompt(self.config.eval.seed, name, prompt.number)
 
         def watch(index: int) -> AbstractContextManager[None]:
-            return self.timeline.span(engine_name(index), EVALUATE, prompt.row)
+            return self.timeline.span(engine_name(index), EVALUATE, prompt.number)
 
         async with room:
             while True:

@@ -31,8 +31,8 @@ def with_baseline(group: Group, greedy: Group, algorithm: Algorithm) -> Group:
     ValueError for a greedy group of several."""
     if len(greedy.ends) != 1:
         raise ValueError(
-            f"prompt {group.prompt.row}: the environment was asked for one greedy sample, and made "
-            f"{len(greedy.ends)}: an environment makes as many as its group_size says"
+            f"prompt {group.prompt.number}: the environment was asked for one greedy sample, and "
+            f"made {len(greedy.ends)}: an environment makes as many as its group_size says"
         )
     baseline = float(algorithm.rewards(greedy)[-1])
     if not np.isnan(baseline):

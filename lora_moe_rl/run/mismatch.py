@@ -117,8 +117,9 @@ def _worst(groups: Sequence[Group], metrics: Mapping[str, float]) -> str:
     owners = [(group.prompt, sample) for group in groups for sample in group.samples]
     prompt, sample = owners[number]
     return (
-        f"token {int(sample.token_ids[place])} at {place} of sample {number} (prompt {prompt.row}, "
-        f"{len(sample.prompt_ids)} tokens of prompt, version {_version(sample, place)}), rollout "
+        f"token {int(sample.token_ids[place])} at {place} of sample {number} (prompt "
+        f"{prompt.number}, {len(sample.prompt_ids)} tokens of prompt, version "
+        f"{_version(sample, place)}), rollout "
         f"{metrics[names.WORST_ROLLOUT]:.4f} and trainer {metrics[names.WORST_TRAINER]:.4f}"
     )
 

@@ -90,7 +90,7 @@ class PromptsStep:
         most, maker = prompt_room(self.config, source), self.environment.prompt_tokenizer
         rows, seed = self.rows.get(name), self.config.eval.seed
         found, dropped, outside = held_out_prompts(name, source, maker, seed, most, rows, wanted)
-        check_values(source, {prompt.row: prompt.columns for prompt in found})
+        check_values(source, {prompt.number: prompt.columns for prompt in found})
         if dropped:
             self.warnings.append(f"{name}: {self._left_out(dropped, most)}")
         told.append(f"{name}: {len(found)} prompts{_outside(outside)}")

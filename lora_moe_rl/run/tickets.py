@@ -55,7 +55,7 @@ class Ticket:
 
     @property
     def number(self) -> int:
-        return self.prompt.row
+        return self.prompt.number
 
 
 class TicketBook:
@@ -120,15 +120,15 @@ class TicketBook:
 
     def admit(self, prompt: Prompt, drawn_at: dict[str, Any]) -> None:
         """A prompt becomes a ticket, unless it was finished before the run was resumed."""
-        self._next = prompt.row + 1
+        self._next = prompt.number + 1
         if self._first is None:
-            self._first = prompt.row
-        if prompt.row in self.done:
+            self._first = prompt.number
+        if prompt.number in self.done:
             self._forget()
             return
-        assert prompt.row not in self.tickets, f"prompt {prompt.row} was drawn twice"
-        self.tickets[prompt.row] = Ticket(prompt, drawn_at)
-        heappush(self._queue, prompt.row)
+        assert prompt.number not in self.tickets, f"prompt {prompt.number} was drawn twice"
+        self.tickets[prompt.number] = Ticket(prompt, drawn_at)
+        heappush(self._queue, prompt.number)
         self._wake(TO_ROLL)
 
     async def claim(self, version: Callable[[], int]) -> Ticket | None:

@@ -82,7 +82,7 @@ class Source(Prompts):
     def next(self, count):
         self.drawn += count
         found = super().next(self.drawn)[-count:]
-        return [replace(prompt, row=self.drawn - 1) for prompt in found]
+        return [replace(prompt, number=self.drawn - 1) for prompt in found]
 
 
 class Environment:
@@ -114,14 +114,14 @@ class Environment:
         return Group(prompt, group.samples[:1], None, rewards, failures)
 
     async def rollout(self, prompt, policy) -> Group:
-        self.events.append(f"roll {prompt.row}")
+        self.events.append(f"roll {prompt.number}")
         await asyncio.sleep(0)
-        if prompt.row == self.slow:
+        if prompt.number == self.slow:
             self.slow = -1
             while not self.book.waits["the oldest groups"] and not self.book.closed:
                 await asyncio.sleep(0)
-        rewards = [1, 1] if prompt.row in self.equal else [1, 0]
-        failures = ["the judge is gone"] if prompt.row < self.failed else []
+        rewards = [1, 1] if prompt.number in self.equal else [1, 0]
+        failures = ["the judge is gone"] if prompt.number < self.failed else []
         rewards = [1, np.nan] if failures else rewards
         response = Segment.sampled([7, 8], np.zeros(2), 0)
         sample = Sample((Segment.given("user", prompt.token_ids), response), "stop", "")
@@ -165,7 +165,7 @@ class Records:
             raise RewardError("the judge is gone")
 
     def keep_unrewarded(self, step, groups):
-        self.kept.append((step, [group.prompt.row for group in groups]))
+        self.kept.append((step, [group.prompt.number for group in groups]))
 
     def check_ages(self, step, groups, version):
         assert len(groups) == 2

@@ -59,7 +59,7 @@ def groups_of(step: int) -> list[Group]:
             }
         )
         samples = [sample_of(step, i, k) for k in range(SAMPLES)]
-        prompt = Prompt(row=step * PROMPTS + i, text=f"What is {i} + {step}?", token_ids=[5, 6])
+        prompt = Prompt(number=step * PROMPTS + i, text=f"What is {i} + {step}?", token_ids=[5, 6])
         groups.append(Group(prompt, samples, None, rewards, details=details))
     return groups
 

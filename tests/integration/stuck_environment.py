@@ -11,7 +11,7 @@ from lora_moe_rl.ports import Policy
 
 class Stuck(SingleTurn):
     async def rollout(self, prompt: Prompt, policy: Policy) -> Group:
-        if prompt.row >= 2:
+        if prompt.number >= 2:
             await self.never_comes()
         return await super().rollout(prompt, policy)
 

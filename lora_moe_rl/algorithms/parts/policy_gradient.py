@@ -364,7 +364,7 @@ def of_teacher(groups: Sequence[Group]) -> list[np.ndarray]:
     found = []
     for group in groups:
         if group.teacher is None:
-            raise ValueError(f"prompt {group.prompt.row}: no teacher has scored its samples")
+            raise ValueError(f"prompt {group.prompt.number}: no teacher has scored its samples")
         found += group.teacher
     return found
 

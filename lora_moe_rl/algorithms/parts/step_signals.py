@@ -61,7 +61,7 @@ def _conversations(algorithm: Algorithm, group: Group) -> Group:
         return group
     if algorithm.revises:
         raise ConfigError(
-            f"prompt {group.prompt.row}: a conversation became several samples (a fork), and "
+            f"prompt {group.prompt.number}: a conversation became several samples (a fork), and "
             f"algorithm={algorithm.settings.name} revises its advantages by sample (for a critic, "
             "or algorithm.kl_in=reward): use one without, as grpo with algorithm.kl_in=loss"
         )
@@ -102,10 +102,10 @@ def _spread(algorithm: Algorithm, group: Group, signal: Signal) -> Signal:
             pairs = {*zip(advantage[mask].tolist(), weight[mask].tolist(), strict=True)}
             if len(pairs) > 1:
                 raise ConfigError(
-                    f"prompt {group.prompt.row}: a conversation became several samples (a fork), "
-                    f"and algorithm={algorithm.settings.name} gives its tokens advantages of their "
-                    "own: use one that gives a sample one advantage (grpo, dapo, …), or say in "
-                    "it takes_forks = False"
+                    f"prompt {group.prompt.number}: a conversation became several samples (a "
+                    f"fork), and algorithm={algorithm.settings.name} gives its tokens advantages "
+                    "of their own: use one that gives a sample one advantage (grpo, dapo, …), or "
+                    "say in it takes_forks = False"
                 )
             one, factor = pairs.pop() if pairs else (0.0, 0.0)
             advantage = np.full(len(sample.mask), one, np.float32)

@@ -313,7 +313,7 @@ async def finish(
     scores = await rewards.score(prompt, [made[i][0][-1] for i in whole], *shown)
     scores = _with_own(scores, [conversations[i] for i in whole])
     failed = {
-        i: f"prompt {prompt.row}: {one.failure}"
+        i: f"prompt {prompt.number}: {one.failure}"
         for i, one in enumerate(conversations)
         if one.failure is not None
     }

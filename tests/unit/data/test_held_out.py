@@ -30,7 +30,7 @@ def test_every_row_of_a_file_is_asked_once_in_its_order(tmp_path, tokenizer):
         "".join(json.dumps({"prompt": f"{i}+1=", "answer": i}) + "\n" for i in range(9))
     )
     found = prompts(EvalSetConfig(path=str(file), limit=7), tokenizer)
-    assert [(one.row, one.text) for one in found] == [(i, f"{i}+1=") for i in range(7)]
+    assert [(one.number, one.text) for one in found] == [(i, f"{i}+1=") for i in range(7)]
     assert {one.data_set for one in found} == {"eval/sums"} and found[3].columns["answer"] == 3
 
 
@@ -41,7 +41,7 @@ def test_rows_that_are_left_out_are_counted_and_the_others_keep_their_numbers(tm
     config = EvalSetConfig(path=str(file), too_long="drop", filter={"rate": (1, 6)})
     config = config.at("eval.sets.sums")
     found = held_out_prompts("eval/sums", config, tokenizer, 0, 32, read_rows(config))
-    assert [one.row for one in found.prompts] == [2, 3, 5, 6]
+    assert [one.number for one in found.prompts] == [2, 3, 5, 6]
     assert [one.data_row for one in found.prompts] == [2, 3, 5, 6]
     assert (found.dropped, found.filtered) == (2, 1)
 

@@ -44,7 +44,7 @@ def test_sets_are_drawn_from_in_their_ratios(sets):
     prompts = mixture(**sets).next(16)
     one_step = ["math", "code", "math", "math"]
     assert drawn_of(prompts) == one_step * 4
-    assert [prompt.row for prompt in prompts] == list(range(16))
+    assert [prompt.number for prompt in prompts] == list(range(16))
     assert all(prompt.text[1:] == str(prompt.data_row) for prompt in prompts)
     assert all(prompt.text[0] == prompt.data_set[0] for prompt in prompts)
 

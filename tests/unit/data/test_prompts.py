@@ -16,7 +16,7 @@ def test_a_row_becomes_a_prompt(write):
     path = write({"prompt": "1+2=", "answer": "3", "level": 5})
     (prompt,) = source(path=path).next(1)
     assert prompt.text == "1+2=" and prompt.token_ids == TOKENIZER.encode("1+2=")
-    assert prompt.columns == {"answer": "3", "level": 5} and prompt.row == 0
+    assert prompt.columns == {"answer": "3", "level": 5} and prompt.number == 0
 
 
 def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
@@ -26,7 +26,7 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own(write):
     assert sorted(first) == sorted(second) == sorted(map(str, range(20))) and first != second
     assert texts(source(path=path).next(20)) == first
     assert texts(source(path=path, seed=4).next(20)) != first
-    assert [prompt.row for prompt in drawn.next(3)] == [40, 41, 42]
+    assert [prompt.number for prompt in drawn.next(3)] == [40, 41, 42]
 
 
 def test_a_prompt_knows_its_row_of_the_file_whenever_it_is_drawn(write):
@@ -34,7 +34,7 @@ def test_a_prompt_knows_its_row_of_the_file_whenever_it_is_drawn(write):
     path = write(*({"prompt": f"{i}" * (1 + 80 * (i == 2)), "level": i} for i in range(9)))
     drawn = source(path=path, too_long="drop", filter={"level": [1, None]})
     found = drawn.next(14)
-    assert [prompt.row for prompt in found] == list(range(14))
+    assert [prompt.number for prompt in found] == list(range(14))
     assert [str(prompt.data_row) for prompt in found] == texts(found)
     assert texts(found) != sorted(texts(found)) and {"0", "2"}.isdisjoint(texts(found))
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_without_fingerprints_may_go_on(write):
     old = {"epoch": 1, "position": 1, "drawn": 3, "rows": 2}
     resumed = source(path=path)
     resumed.load_state_dict(old)
-    assert [prompt.row for prompt in resumed.next(2)] == [3, 4]
+    assert [prompt.number for prompt in resumed.next(2)] == [3, 4]
 
 
 def test_resume_with_other_arguments_is_refused(generators):

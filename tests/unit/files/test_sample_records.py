@@ -35,7 +35,7 @@ def group(routes) -> Group:
         Sample((Segment.given("user", PROMPT), Segment.given("policy", response)), "stop", "")
         for response in RESPONSES
     ]
-    prompt = Prompt(row=0, text="", token_ids=PROMPT)
+    prompt = Prompt(number=0, text="", token_ids=PROMPT)
     return Group(prompt, given, routes, np.zeros(len(given), np.float32))
 
 

@@ -71,7 +71,7 @@ class Rewards:
         self.failing = failing
 
     async def score(self, prompt, samples):
-        if prompt.row in self.failing:
+        if prompt.number in self.failing:
             return Scores(
                 np.full(len(samples), np.nan, np.float32), ["no"] * len(samples), Details()
             )

@@ -122,7 +122,7 @@ def test_a_group_that_is_long_in_coming_is_waited_for_or_may_be_too_old(stale, r
         update={"trainer": CONFIG.trainer.model_copy(update={"steps": len(rows)})}
     )
     steps = run(lag=1, config=config, stale=stale, slow=0).records.steps
-    assert [[group.prompt.row for group in facts.groups] for facts in steps] == rows
+    assert [[group.prompt.number for group in facts.groups] for facts in steps] == rows
     assert [facts.stale for facts in steps] == counted
 
 
@@ -137,11 +137,12 @@ def test_prompts_without_a_signal_are_replaced_when_that_is_asked():
     )
     made = run(equal=range(3), config=config)
     assert made.error is None and made.records.again == 3
-    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    rows = [[group.prompt.number for group in facts.groups] for facts in made.records.steps]
     assert rows == [[3, 4], [5, 6]]
     assert isinstance(run(equal=range(99), config=config).error, RewardError)
     rows = [
-        [group.prompt.row for group in facts.groups] for facts in run(equal=range(3)).records.steps
+        [group.prompt.number for group in facts.groups]
+        for facts in run(equal=range(3)).records.steps
     ]
     assert rows == [[0, 1], [2, 3]]
 

@@ -30,7 +30,7 @@ def test_groups_with_failed_rewards_are_not_drawn_again_and_stop_the_run_as_alwa
     config = CONFIG.model_copy(update={"algorithm": algorithm})
     made = run(failed=3, equal=range(1), config=config)
     assert made.error is None and made.records.again == 0
-    rows = [[group.prompt.row for group in facts.groups] for facts in made.records.steps]
+    rows = [[group.prompt.number for group in facts.groups] for facts in made.records.steps]
     assert rows == [[0, 1], [2, 3]]
     made = run(failed=99, unrewarded=1, config=config)
     assert isinstance(made.error, RewardError) and made.records.again == 0
@@ -61,7 +61,7 @@ def test_an_algorithm_that_fails_over_a_group_lets_the_update_end(lag, row, monk
     own = PolicyGradient.has_signal
 
     def fails(self, group):
-        if group.prompt.row == row:
+        if group.prompt.number == row:
             raise RewardError("states of 2 turns")
         return own(self, group)
 
@@ -155,12 +155,12 @@ def test_a_run_that_is_to_end_waits_for_no_sample_that_nobody_trains(monkeypatch
     rollout, given_up = Environment.rollout, []
 
     async def slow(self, prompt, policy):
-        if prompt.row < 2:
+        if prompt.number < 2:
             return await rollout(self, prompt, policy)
         try:
             await asyncio.Event().wait()
         finally:
-            given_up.append(prompt.row)
+            given_up.append(prompt.number)
 
     monkeypatch.setattr(Environment, "rollout", slow)
     monkeypatch.setattr(Records, "stop_requested", True)
@@ -177,7 +177,7 @@ def test_an_engine_that_dies_too_often_ends_the_run_after_the_update_and_a_check
     rollout, first = Environment.rollout, 2 * trained
 
     async def dies(self, prompt, policy):
-        if prompt.row >= first:
+        if prompt.number >= first:
             raise ActorFailed("engine-0", "it has ended; 2 restarts so far")
         return await rollout(self, prompt, policy)
 
@@ -196,7 +196,7 @@ def test_what_a_users_code_raises_breaks_no_update_off_and_leaves_a_checkpoint(
     rollout, draw, first = Environment.rollout, Source.next, 2 * trained
 
     async def plays(self, prompt, policy):
-        if whose == "environment" and prompt.row >= first:
+        if whose == "environment" and prompt.number >= first:
             raise KeyError("score")
         return await rollout(self, prompt, policy)
 
