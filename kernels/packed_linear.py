@@ -28,7 +28,7 @@ class Scratch:
     buffers: dict[tuple, Tensor] = field(default_factory=dict)
     holds: dict[tuple, tuple[Tensor, int, slice]] = field(default_factory=dict)
 
-    def weight(self, packed: Packed, experts: slice, dtype: torch.dtype, kernel: str) -> Tensor:
+    def weight(self, packed: Packed, experts: slice, dtype: torch.dtype) -> Tensor:
         """The experts' weights `[e, out, in]`, until the next call."""
         wanted = packed.of(experts)
         device = packed.data.device
@@ -41,7 +41,7 @@ class Scratch:
         weight = buffer[: wanted.shape[0]]
         held, owner = self.holds.pop(key, None), (packed.data, packed.data._version, experts)
         if held is None or held[0] is not packed.data or held[1:] != owner[1:]:
-            dequantise_(wanted, weight, kernel)
+            dequantise_(wanted, weight)
         self.holds[key] = owner
         return weight
 
@@ -53,30 +53,30 @@ class Scratch:
 SCRATCH = Scratch()
 
 
-def packed_linear(x: Tensor, packed: Packed, counts: Sequence[int], kernel: str = "auto") -> Tensor:
+def packed_linear(x: Tensor, packed: Packed, counts: Sequence[int]) -> Tensor:
     """x `[T, in]` sorted by expert, packed of shape `[E, out, in]`, counts: tokens of each expert,
     known to the host. Returns `[T, out]` in x's dtype. Gradients flow to x."""
-    return _PackedLinear.apply(x, packed, list(counts), kernel)
+    return _PackedLinear.apply(x, packed, list(counts))
 
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, packed, counts, kernel):
-        ctx.packed, ctx.counts, ctx.kernel = packed, counts, kernel
-        return _multiplied(x, packed, counts, kernel, transposed=True)
+    def forward(ctx, x, packed, counts):
+        ctx.packed, ctx.counts = packed, counts
+        return _multiplied(x, packed, counts, transposed=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        dx = _multiplied(dy, ctx.packed, ctx.counts, ctx.kernel, transposed=False)
-        return dx, None, None, None
+        dx = _multiplied(dy, ctx.packed, ctx.counts, transposed=False)
+        return dx, None, None
 
 
-def _multiplied(x: Tensor, packed: Packed, counts, kernel: str, transposed: bool) -> Tensor:
+def _multiplied(x: Tensor, packed: Packed, counts, transposed: bool) -> Tensor:
     """`x[t] W[e(t)]`, or W^T."""
     parts = []
     for experts, tokens in _groups(packed, counts, x.dtype):
-        weight = SCRATCH.weight(packed, experts, x.dtype, kernel)
+        weight = SCRATCH.weight(packed, experts, x.dtype)
         of_experts = on_device(counts[experts], x.device)
         parts.append(grouped(x[tokens], weight.mT if transposed else weight, of_experts))
     if not parts:

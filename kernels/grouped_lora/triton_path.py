@@ -149,12 +149,11 @@ class _Chunks:
         return self.made[shared]
 
 
-def chunk_schedule(counts: torch.Tensor, T: int, size: int | None = None) -> Schedule:
+def chunk_schedule(counts: torch.Tensor, T: int) -> Schedule:
     """Chunks of tokens for `outer`. An expert without tokens has an empty one: it writes zeros.
     Tokens of no expert are in none."""
-    if size is None:
-        mean = T // max(counts.shape[0], _CHUNK_GROUPS)
-        size = max(_CHUNK, triton.next_power_of_2(_CHUNK_FACTOR * mean))
+    mean = T // max(counts.shape[0], _CHUNK_GROUPS)
+    size = max(_CHUNK, triton.next_power_of_2(_CHUNK_FACTOR * mean))
     # ceil(c / size) of an expert is at most 1 + c / size, and 2 c / size where it is more than 1.
     num_tiles = counts.shape[0] + T // size
     num_slots = 2 * (T // size)

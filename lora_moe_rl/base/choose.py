@@ -43,25 +43,25 @@ def decide(config: RunConfig, shape: ModelShape, model_dir: Path) -> str:
     return why
 
 
-def held_share(config: RunConfig, shape: ModelShape, form: str | None = None) -> float:
+def held_share(config: RunConfig, shape: ModelShape, form: str | None) -> float:
     """The part of the base's parameters that is held once."""
     every = _rule(config, shape, form)
     held = sum(tensor.elements for tensor in every if not tensor.reason)
     return held / sum(tensor.elements for tensor in every)
 
 
-def private(config: RunConfig, shape: ModelShape, form: str | None = None) -> dict[str, str]:
+def private(config: RunConfig, shape: ModelShape, form: str | None) -> dict[str, str]:
     """`{tensor: why each side has its own}` of what is not too small to tell."""
     every = _rule(config, shape, form)
     return {one.name: one.reason for one in every if one.reason not in ("", SMALL)}
 
 
-def held_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+def held_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
     """Of the file. `form`: of a quantised base."""
     return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
 
 
-def gpu_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+def gpu_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
     """What is held once on the GPU of an engine's first rank, which others have as much of."""
     rollout, reasons = config.rollout, {t.name: t.reason for t in _rule(config, shape, form)}
     parts = (
@@ -73,12 +73,12 @@ def gpu_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> 
     return experts_here + int(sum(parts) * _bits(config) / 8)
 
 
-def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
     elements = sum(tensor.elements for tensor in experts(config, shape, form))
     return int(elements * _bits(config, form) / 8)
 
 
-def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None = None) -> int:
+def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
     """Of linears, embedding and head that engines hold so."""
     found = dense(shape, config.rollout.tp)
     kept = (one.elements for one in found if form != "fp8" or not one.modules)
@@ -92,11 +92,11 @@ def _bits(config: RunConfig, form: str | None = None) -> float:
     return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
 
 
-def experts(config: RunConfig, shape: ModelShape, form: str | None = None) -> list[Tensor]:
+def experts(config: RunConfig, shape: ModelShape, form: str | None) -> list[Tensor]:
     return [one for one in _rule(config, shape, form) if ".experts." in one.name]
 
 
-def _rule(config: RunConfig, shape: ModelShape, form: str | None = None) -> list[Tensor]:
+def _rule(config: RunConfig, shape: ModelShape, form: str | None) -> list[Tensor]:
     return rule(shape, config.trainer, config.rollout, form, on_gpu())
 
 

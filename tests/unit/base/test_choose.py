@@ -80,8 +80,8 @@ def test_on_one_gpu_the_same_is_held_as_on_a_cpu(model, monkeypatch):
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
     experts = LAYERS * EXPERTS * 3 * WIDTH * HIDDEN
     linears = LAYERS * (2 * QUERIES + 2 * KEYS) * HIDDEN
-    assert choose.held_bytes(config, shape) == 2 * (experts + linears + 2 * 128 * HIDDEN)
-    assert choose.private(config, shape) == {}
+    assert choose.held_bytes(config, shape, None) == 2 * (experts + linears + 2 * 128 * HIDDEN)
+    assert choose.private(config, shape, None) == {}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
@@ -108,13 +108,13 @@ def test_on_two_gpus_each_holds_what_both_ranks_on_it_have(model, monkeypatch, c
     ):
         assert why(model, *settings) == ""
         config = override(RunConfig(), ["model.held_once=on", *settings])
-        assert choose.gpu_bytes(config, shape) == 2 * each // 2
-        private = choose.private(config, shape)
+        assert choose.gpu_bytes(config, shape, None) == 2 * each // 2
+        private = choose.private(config, shape, None)
         assert private.keys() == own
         assert all("the engine on its GPU has" in reason for reason in private.values())
         every = experts + linears + 2 * VOCABULARY * HIDDEN
         small = LAYERS * EXPERTS * HIDDEN + (2 * LAYERS + 1) * HIDDEN
-        assert choose.held_share(config, shape) == each / (every + small)
+        assert choose.held_share(config, shape, None) == each / (every + small)
         run = SimpleNamespace(
             config=config, spec=SimpleNamespace(shape=shape), private="", model_dir=model
         )
