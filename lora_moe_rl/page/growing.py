@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,31 @@ class GrowingFile:
                     return  # it is being written
                 begin, self.offset = self.offset, self.offset + len(line)
                 yield begin, line
+
+
+class LinesByKey[K]:
+    """Where the line of each key, as of a step, stands in a growing file; of two lines of a key,
+    the later. `key_of` gives a line's key, None for a line that has none."""
+
+    def __init__(self, path: Path, key_of: Callable[[bytes], K | None]):
+        self.path, self._key_of = path, key_of
+        self._file = GrowingFile(path)
+        self.places: dict[K, tuple[int, int]] = {}
+
+    def refresh(self) -> None:
+        if self._file.refresh():
+            self.places.clear()
+        for offset, line in self._file.read():
+            if (key := self._key_of(line)) is not None:
+                self.places[key] = (offset, len(line))
+
+    def read(self, key: K) -> dict[str, Any] | None:
+        """The record of a key's line; None where there is no such line."""
+        if (place := self.places.get(key)) is None:
+            return None
+        with open(self.path, "rb") as file:
+            file.seek(place[0])
+            return parse(file.read(place[1]))
 
 
 # Made once: json.loads with an option makes a decoder for every line, which takes longer than to

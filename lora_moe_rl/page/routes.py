@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.data.kept import spread
-from lora_moe_rl.page.growing import GrowingFile, parse
+from lora_moe_rl.page.growing import LinesByKey
 
 # How a line begins: the rest of it, which may be a hundred kilobytes, is read when it is shown.
 HEAD = re.compile(rb'\{"step": (\d+),')
@@ -18,13 +18,9 @@ NUMBERS_SENT = 400_000  # of a run in one file
 
 
 class RouteLines:
-    """Where the line of each step stands."""
-
     def __init__(self, path: Path):
-        self.path = path
-        self._file = GrowingFile(path)
+        self._lines = LinesByKey(path, _step_of)
         self._lock = threading.Lock()
-        self._lines: dict[int, tuple[int, int]] = {}
 
     def of_step(self, last: int | None) -> dict[str, Any]:
         """JSON: the numbers of the first and the newest step, and the record of the newest step up
@@ -35,7 +31,7 @@ class RouteLines:
             return {
                 "first": steps[0] if steps else None,
                 "newest": steps[-1] if steps else None,
-                "shown": self._read(wanted[-1]) if wanted else None,
+                "shown": self._lines.read(wanted[-1]) if wanted else None,
             }
 
     def of_layer(self, layer: int) -> dict[str, Any]:
@@ -43,7 +39,7 @@ class RouteLines:
         with self._lock:
             chosen, loads = [], []
             for step in _some(self._steps(), COLUMNS):
-                record = self._read(step)
+                record = self._lines.read(step)
                 if record is not None and layer in record["layers"]:
                     chosen.append(step)
                     loads.append(record["loads"][record["layers"].index(layer)])
@@ -54,26 +50,20 @@ class RouteLines:
         NUMBERS_SENT numbers at most."""
         with self._lock:
             steps = self._steps()
-            if not steps or (newest := self._read(steps[-1])) is None:
+            if not steps or (newest := self._lines.read(steps[-1])) is None:
                 return {"first": None, "newest": None, "records": []}
             numbers = sum(map(len, newest["loads"]))
             most = min(COLUMNS, max(1, NUMBERS_SENT // max(numbers, 1)))
-            records = [record for step in _some(steps, most) if (record := self._read(step))]
+            records = [record for step in _some(steps, most) if (record := self._lines.read(step))]
             return {"first": steps[0], "newest": steps[-1], "records": records}
 
     def _steps(self) -> list[int]:
-        if self._file.refresh():
-            self._lines.clear()
-        for offset, line in self._file.read():
-            if head := HEAD.match(line):
-                self._lines[int(head[1])] = (offset, len(line))
-        return sorted(self._lines)
+        self._lines.refresh()
+        return sorted(self._lines.places)
 
-    def _read(self, step: int) -> dict[str, Any] | None:
-        offset, length = self._lines[step]
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            return parse(file.read(length))
+
+def _step_of(line: bytes) -> int | None:
+    return int(head[1]) if (head := HEAD.match(line)) else None
 
 
 def _some(steps: Sequence[int], most: int) -> list[int]:

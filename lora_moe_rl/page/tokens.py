@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.tokenizer import WHOLE
-from lora_moe_rl.page.growing import GrowingFile, parse
+from lora_moe_rl.page.growing import LinesByKey
 
 # How a line begins: the rest of it, which may be a megabyte, is read for the sample that is shown.
 HEAD = re.compile(rb'\{"step": (\d+), "sample": (\d+),')
@@ -23,27 +23,19 @@ LONGEST = 8  # tokens of one character
 
 
 class TokenLines:
-    """Where the line of each sample stands, by step and number in the step."""
-
     def __init__(self, path: Path):
-        self.path = path
-        self._file = GrowingFile(path)
+        self._lines = LinesByKey(path, _sample_of)
         self._lock = threading.Lock()
-        self._lines: dict[tuple[Any, Any], tuple[int, int]] = {}
 
     def of(self, step: Any, sample: Any) -> dict[str, Any] | None:
-        """The line of a sample; None where the run has kept none."""
+        """The line of a sample, by its number in the step; None where the run has kept none."""
         with self._lock:
-            if self._file.refresh():
-                self._lines.clear()
-            for offset, line in self._file.read():
-                if head := HEAD.match(line):
-                    self._lines[int(head[1]), int(head[2])] = (offset, len(line))
-            if (place := self._lines.get((step, sample))) is None:
-                return None
-            with open(self.path, "rb") as file:
-                file.seek(place[0])
-                return parse(file.read(place[1]))
+            self._lines.refresh()
+            return self._lines.read((step, sample))
+
+
+def _sample_of(line: bytes) -> tuple[int, int] | None:
+    return (int(head[1]), int(head[2])) if (head := HEAD.match(line)) else None
 
 
 @lru_cache(maxsize=4)
