@@ -86,8 +86,8 @@ class Gradients:
         self.whole.mul_(factor)
 
     def norm(self) -> float:
-        """Of the whole adapter's gradient: every element counts once. The same on all ranks; NaN or
-        infinite when any element of any rank is."""
+        """The norm of the whole adapter's gradient: every element counts once. It is the same on
+        all ranks, and NaN or infinite when any element of any rank is."""
         mine = [
             flat for (kind, tensor), flat in self.flat.items() if self.layout.exports(kind, tensor)
         ]

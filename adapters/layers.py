@@ -60,7 +60,7 @@ class Slice:
 
 
 def _device(base: torch.nn.Module) -> torch.device:
-    """Of a linear's weights, which are no parameters where they stay quantised."""
+    """The device of a linear's weights, which are no parameters where they stay quantised."""
     first = next(base.parameters(), None)
     return base.device if first is None else first.device  # pyright: ignore[reportReturnType]
 
@@ -160,7 +160,7 @@ class LoRALinear(torch.nn.Module):
         )
 
     def _whole_A(self) -> torch.Tensor:
-        """Of all sites, one after the other, as `served.py` has it."""
+        """A of all sites, one after the other, as `served.py` has it."""
         if not any(self.frozen_ranks):
             return self.A
         trained = self.A.split(self.ranks, dim=-2)
@@ -168,7 +168,7 @@ class LoRALinear(torch.nn.Module):
         return torch.cat([part for pair in zip(trained, moved) for part in pair], dim=-2)
 
     def _whole_B(self) -> list[torch.Tensor]:
-        """Of each site `[out, rank]`, as `served.py` has it."""
+        """B of each site, `[out, rank]`, as `served.py` has it."""
         return [
             torch.cat([moved_B(B, self._minus_B0(i)).value(), self._minus_B0(i)], dim=-1)
             if self.frozen_ranks[i]

@@ -105,7 +105,7 @@ def form_of(shape: ModelShape, form: Form | None) -> Form:
 
 
 def checksum(arrays: Tensors) -> str:
-    """Of names and values; it tells flipped bits, which safetensors alone does not."""
+    """A checksum of names and values. It tells flipped bits, which safetensors alone does not."""
     digest = xxhash.xxh3_128()
     for _ in _digested(sorted(arrays.items()), digest):
         pass
@@ -228,7 +228,7 @@ def _stacked_path(shape: ModelShape, layer: int) -> str:
 
 
 def _stacked(spec: AdapterSpec, tensors: Tensors, most: float) -> Iterator[tuple[str, np.ndarray]]:
-    """Of one layer."""
+    """The tensors of one layer, of stacked experts."""
     layer, pairs = spec.sites[0].layer, []
     path = _stacked_path(spec.shape, layer)
     for module in EXPERTS:

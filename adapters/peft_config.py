@@ -121,7 +121,8 @@ def common(spec: AdapterSpec, field: str) -> float:
 
 
 def completed(spec: AdapterSpec) -> AdapterSpec:
-    """With adapters on those of gate, up and down of adapted experts that have none."""
+    """The spec with adapters added to those of gate, up and down of adapted experts that have
+    none."""
     sites = list(spec.sites)
     for layer in sorted({site.layer for site in spec if site.num_experts is not None}):
         present = [site for site in spec if site.layer == layer and site.module in EXPERTS]

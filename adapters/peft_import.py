@@ -242,7 +242,8 @@ def _unstack(key: Key, A, B, shape: ModelShape, settings, origin: _Origin, found
 
 
 def _used(A: np.ndarray, B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without the ranks that B multiplies by zero in every expert: the other half's."""
+    """A and B without the ranks that B multiplies by zero in every expert: those belong to the
+    other half."""
     used = np.any(B, axis=(0, 1))
     if not used.any():
         used = np.arange(len(used)) == 0
@@ -313,8 +314,8 @@ def _assemble(shape: ModelShape, found) -> tuple[AdapterSpec, dict[str, np.ndarr
 
 
 def _without_padding(one: _Found) -> _Found:
-    """Without the ranks that are zero in A and in B: they say nothing, and have no gradient for
-    whoever goes on from there."""
+    """The same adapter without the ranks that are zero in A and in B: they say nothing, and have no
+    gradient for whoever goes on from there."""
     across = tuple(range(one.A.ndim - 2))
     used = one.A.any((*across, -1)) | one.B.any((*across, -2))
     return one if used.all() else _Found(one.A[..., used, :], one.B[..., used], one.scale)

@@ -121,7 +121,7 @@ def fused_with(module: str) -> tuple[str, ...]:
 
 
 def dense_kind(module: str) -> Kind:
-    """Of one that is not of routed experts."""
+    """The kind of a module that is not of routed experts."""
     return _DENSE_KINDS[module.rpartition(".")[2]]
 
 

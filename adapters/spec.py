@@ -134,14 +134,14 @@ class AdapterSpec:
         return shapes
 
     def of_critic(self) -> AdapterSpec:
-        """That of the critic beside it: on the same modules, of the same ranks, all of which is
+        """The spec of the critic beside this adapter: the same modules and ranks, all of which is
         trained."""
         sites = (replace(site, rank=site.trained_rank, frozen_rank=0) for site in self.sites)
         return AdapterSpec(self.shape, tuple(sites))
 
     def lr_factors(self, pattern: Mapping[str, float]) -> dict[str, float]:
-        """Of every site, by `trainer.lr_pattern`. Raises ConfigError for a key that is no pattern,
-        or matches no site, and for factors of 0 alone."""
+        """The learning-rate factor of every site, by `trainer.lr_pattern`. Raises ConfigError for a
+        key that is no pattern, or matches no site, and for factors of 0 alone."""
         values = Values("trainer.lr_pattern", pattern)
         values.require_used(self.sites)
         factors = {site.name: values.of(site, 1.0) for site in self.sites}

@@ -22,6 +22,6 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(boxes: Sequence[torch.Tensor]) -> list[int]:
-    """Of each box, given as a contiguous tensor. Waits for their device, once."""
+    """The checksum of each box, given as a contiguous tensor. Waits for their device, once."""
     sums = torch.stack([bit_sum(box) for box in boxes]).tolist() if boxes else []
     return [one % 2**64 for one in sums]

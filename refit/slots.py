@@ -104,7 +104,7 @@ class Slots:
         return stacked[slice_].squeeze(1)
 
     def experts(self, module: str) -> dict[int, int]:
-        """Of a module of routed experts: `{global_expert: its place in the slots' buffers}`."""
+        """The experts of a module: `{global_expert: its place in the slots' buffers}`."""
         return expert_places(self.manager.modules[module].base_layer.routed_experts)
 
     def versions(self) -> dict[int, int]:

@@ -182,7 +182,7 @@ def hf_layer(shape: ModelShape, layer: int) -> str:
 
 
 def hf_prefix(shape: ModelShape) -> str:
-    """Of the names of the model's weights, but the head's."""
+    """What the names of the model's weights begin with, all but the head's."""
     inside = shape.family.inside
     return "model." if inside is None else inside.prefix
 

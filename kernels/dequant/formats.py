@@ -91,7 +91,7 @@ class Packed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it stands for."""
+        """The shape of the weight that the packed values stand for."""
         shape = tuple(self.data.shape)
         if self.form in MARLIN.values():
             *stack, tiles, words = shape

@@ -154,7 +154,8 @@ def _of_tiles(
 
 @triton.jit
 def _e2m1(codes):
-    """By arithmetic: below 1 it is half the mantissa bit, above (1 + m / 2) * 2^(e - 1)."""
+    """The values of 4-bit codes, by arithmetic: below 1 it is half the mantissa bit, above (1 + m /
+    2) * 2^(e - 1)."""
     size = codes & 7
     exponent, mantissa = size >> 1, (size & 1).to(tl.float32)
     large = (1.0 + 0.5 * mantissa) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)

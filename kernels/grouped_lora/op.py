@@ -84,7 +84,8 @@ def _check(x, A, Bs, scales, E, into) -> None:
 
 
 def _counts(counts: Tensor | Sequence[int], x: Tensor, kernel: str) -> Tensor:
-    """On x's device, of one piece. Raises ValueError for a sum that the host sees to be wrong."""
+    """The counts on x's device, in one piece. Raises ValueError for a sum that the host sees to be
+    wrong."""
     T, tensor = x.shape[0], isinstance(counts, Tensor)
     if not tensor or (counts.device.type == "cpu" and not _traced(counts)):
         total = int(counts.sum()) if tensor else sum(counts)

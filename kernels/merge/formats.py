@@ -64,7 +64,8 @@ def check_int4_width(in_features: int) -> None:
 
 
 def dequantise_mxfp4(packed: Tensor, exponents: Tensor, dtype=torch.float32) -> Tensor:
-    """Of compressed-tensors' layout, `[..., out, in / 2]`. A group whose exponent is 255 is NaN."""
+    """The numbers of MXFP4 weights in compressed-tensors' layout, `[..., out, in / 2]`. A group
+    whose exponent is 255 is NaN."""
     blocks = packed.unflatten(-1, (-1, MXFP4_GROUP // 2))
     return dequantise(Packed("mxfp4", blocks, exponents), dtype, "torch")
 

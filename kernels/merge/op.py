@@ -96,8 +96,8 @@ def merge_delta_int4_(
 
 
 def _call(op, function, W: Tensor, *operands) -> None:
-    """As an op where torch.compile traces, plainly elsewhere: the first call of an op imports
-    torch._dynamo, five seconds of a core and 300 MB."""
+    """Calls the op where torch.compile traces, and the plain function elsewhere: the first call of
+    an op imports torch._dynamo, five seconds of a core and 300 MB."""
     *tensors, kernel = operands
     chosen = backend.resolve(kernel, W.device)
     (op if torch.compiler.is_compiling() else function)(W, *tensors, chosen)

@@ -43,8 +43,8 @@ def by_layer(rows: np.ndarray, layout: RowLayout, device: torch.device) -> Calla
 
 
 def expert_counts(rows: np.ndarray, layout: RowLayout, device: torch.device) -> Tensor:
-    """Of packed rows of the host, uint8 `[T, row_bytes]`: int64 `[layers, experts]` on the device,
-    how many of the T tokens each expert has. The ids of one layer are there at a time."""
+    """How many of the T tokens each expert has, by packed rows of the host, uint8 `[T, row_bytes]`:
+    int64 `[layers, experts]` on the device. The ids of one layer are there at a time."""
     ids_of = by_layer(rows, layout, device)
     counts = torch.zeros(layout.num_layers, layout.num_experts, dtype=torch.int64, device=device)
     for layer, of_layer in enumerate(counts):

@@ -57,7 +57,7 @@ def private(config: RunConfig, shape: ModelShape, form: str | None) -> dict[str,
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
-    """Of the file. `form`: of a quantised base."""
+    """The bytes of the file that holds the base once. `form`: of a quantised base."""
     return expert_bytes(config, shape, form) + dense_bytes(config, shape, form)
 
 
@@ -79,14 +79,14 @@ def expert_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
 
 
 def dense_bytes(config: RunConfig, shape: ModelShape, form: str | None) -> int:
-    """Of linears, embedding and head that engines hold so."""
+    """The bytes held of linears, embedding and head that engines have as numbers."""
     found = dense(shape, config.rollout.tp)
     kept = (one.elements for one in found if form != "fp8" or not one.modules)
     return int(sum(kept) * _bits(config) / 8)
 
 
 def _bits(config: RunConfig, form: str | None = None) -> float:
-    """Of a weight, with what is held of its scale."""
+    """How many bits a weight takes, with what is held of its scale."""
     half = config.trainer.dtype == "bfloat16" or (config.trainer.dtype == "auto" and on_gpu())
     number = 16 if half else 32
     return {"fp8": 8, "int4": 4 + number / 32, "mxfp4": 4 + 8 / 32}.get(str(form), number)
@@ -160,7 +160,8 @@ def _layout(tensors: list[Tensor]) -> str:
 
 
 def _weights(shape: ModelShape, model_dir: Path) -> str:
-    """Of a checkpoint whose experts are neither numbers nor all quantised as its config says."""
+    """Why a checkpoint's experts cannot be held: they are neither numbers nor all quantised as its
+    config says. '' when they can."""
     try:
         base, form = Base(str(model_dir)), quantised.form_in(model_dir)
         for layer in shape.moe_layers:

@@ -46,7 +46,7 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """The size of the whole file."""
         *_, last = self.places
         end = self.places[last] + self.tensors[last].nbytes
         return -(-end // ALIGNMENT) * ALIGNMENT

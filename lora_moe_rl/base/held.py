@@ -70,7 +70,7 @@ class Held:
 
     @property
     def form(self) -> Form | None:
-        """Of a quantised base."""
+        """How the base is quantised; None when it is not."""
         return quantised.form(self._config)
 
     @property
@@ -88,7 +88,8 @@ class Held:
         return stacks(self._shape, self.cut.pieces, self.layout)
 
     def dense(self, base: Base) -> dict[str, Dense]:
-        """By name; of a quantised base what is numbers in the checkpoint."""
+        """The dense tensors that are held, by name: of a quantised base those that are numbers in
+        the checkpoint."""
         found = {one.name: one for one in dense(self._shape, self.tp)}
         names = base.weights.file_of
         packed = {
@@ -165,7 +166,8 @@ class Held:
             base.weights.close()
 
     def map(self, port: Port) -> Mapped:
-        """Of a trainer rank: what the engine's rank on its GPU has shared. Raises HeldBaseError."""
+        """Called on a trainer rank: maps what the engine's rank on its GPU has shared. Raises
+        HeldBaseError."""
         base = Base(self.model_dir)
         base.weights.close()
         return map_store(self.folder, self.contents(base), port)
@@ -243,7 +245,7 @@ def fill(base: Base, stack: Stack, out: torch.Tensor, box: Box, form: Form | Non
 
 
 def _stored(base: Base, stack: Stack, module: str, expert: int, form: Form | None) -> torch.Tensor:
-    """Of a linear `[out, in]` what is held: numbers, packed values or scales."""
+    """What is held of a linear `[out, in]`: numbers, packed values or scales."""
     if form is None:
         return base.weight(stack.layer, module, expert)
     path = base.name(stack.layer, module, expert)

@@ -68,7 +68,7 @@ class OnGpu:
 
 @dataclass(eq=False)
 class Owned(OnGpu):
-    """In memory that this process has and others map."""
+    """A store in memory that this process owns and others map."""
 
     lock: int
 
@@ -79,7 +79,7 @@ class Owned(OnGpu):
 
 
 class Mapped(OnGpu):
-    """In memory that another process has."""
+    """A store in memory that another process owns."""
 
     def __init__(self, folder: Path, contents: Contents, told: dict[str, Any], port: Port):
         boxes = {
@@ -214,7 +214,7 @@ def _box(ranges: Any, shape: Shape) -> Box:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's bits, below 2^64."""
+    """A checksum of a tensor's bits, below 2^64."""
     return bit_sum(tensor).item() % 2**64
 
 

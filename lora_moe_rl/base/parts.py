@@ -105,7 +105,7 @@ def told(box: Box, shape: Shape) -> str:
 
 
 def _cut(box: Box, dim: int, rank: int, ways: int) -> Box:
-    """Of `ways` ranks that share a box out, the part of one."""
+    """The part of a box that one rank has, of `ways` ranks that share it out."""
     even, extra = divmod(box.shape[dim], ways)
     start, shape = [*box.start], [*box.shape]
     start[dim] += rank * even + min(rank, extra)

@@ -45,7 +45,7 @@ def read_ahead(connection: Connection) -> queue.SimpleQueue:
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    """To the parent, with which this process ends."""
+    """Sends a message to the parent; this process ends when the parent is gone."""
     data = json.dumps(message).encode()
     try:
         connection.send_bytes(data)

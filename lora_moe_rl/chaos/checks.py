@@ -35,7 +35,8 @@ class Check:
 
 
 def files(config: RunConfig) -> list[Check]:
-    """Of the run directory: steps, tickets, samples, the last checkpoint, the lock."""
+    """Checks the files of the run directory: steps, tickets, samples, the last checkpoint, the
+    lock."""
     run_dir, steps = RunDir(config, resume=True), config.trainer.steps
     if not run_dir.has_steps:
         return [Check("steps on record", False, f"there is no run in {run_dir.path}")]
@@ -152,7 +153,7 @@ def rewards_of(run_dir: Path) -> list[float]:
 
 
 def same_bits(ours: Path, theirs: Path) -> list[Check]:
-    """Of two run directories: samples, order and adapter, to the last bit."""
+    """Checks that two run directories have the same samples, order and adapter, to the last bit."""
     import numpy as np
     from safetensors.numpy import load_file
 

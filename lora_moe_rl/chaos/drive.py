@@ -116,7 +116,7 @@ class Drive:
         return records[-1]["step"] if records else 0
 
     def _step_seconds(self) -> float:
-        """Of the run's usual step."""
+        """How long a usual step of the run takes."""
         return median([record[names.STEP_SECONDS] for record in self._records()] or [0.0])
 
     def _until(self, condition: Callable[[], Any], limit_s: float | None = None) -> Any:

@@ -33,7 +33,7 @@ def firm_engines(config: RunConfig) -> int:
 
 
 def of_engine(config: RunConfig, gpus: bool) -> Bundle:
-    """On each of its nodes."""
+    """What an engine wants of each of its nodes."""
     return _bundle(1, gpus_of_engine(config, gpus))
 
 
@@ -69,7 +69,7 @@ def gpus_of_rank(config: RunConfig, gpus: bool) -> float:
 
 
 def gpus_of_engine(config: RunConfig, gpus: bool) -> float:
-    """On each of its nodes."""
+    """How many GPUs an engine wants of each of its nodes."""
     rollout = config.rollout
     if shared_size(config, gpus):
         return 0  # those of the ranks beside it

@@ -18,7 +18,7 @@ class HeldUp:
         self._waiting, self._since, self._sum = 0, 0.0, 0.0
 
     def seconds(self) -> float:
-        """So far, those of a wait that goes on too."""
+        """The seconds so far, with those of a wait that still goes on."""
         return self._sum + (_now() - self._since if self._waiting else 0.0)
 
     def __enter__(self) -> None:

@@ -14,8 +14,9 @@ MACHINE = "/proc/vmstat"
 
 
 def kills(counters: tuple[str, ...] = (*COUNTERS, MACHINE)) -> int:
-    """By the first of the files that counts them: those of our container, where there is one, else
-    of the machine. 0 where nothing counts."""
+    """How many processes the kernel has killed for lack of memory, by the first of the files that
+    counts them: those of our container, where there is one, else of the machine. 0 where nothing
+    counts."""
     for path in counters:
         try:
             rows = (line.split() for line in Path(path).read_text().splitlines())

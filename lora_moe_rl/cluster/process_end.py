@@ -25,7 +25,7 @@ PATIENCE_S = 1.0  # until its parent has taken note
 
 
 def signal_name(number: int) -> str:
-    """As `SIGKILL`; most real-time signals have no name."""
+    """The name of a signal, as `SIGKILL`; most real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:

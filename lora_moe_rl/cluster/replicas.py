@@ -120,7 +120,7 @@ class Replicas:
         return SpreadActor(handle, name, self.run_dir, ranks)
 
     def _ranks(self, index: int, node: int) -> Actor:
-        """Of an engine, on one of its nodes after the first."""
+        """The actor of an engine's ranks on one of its nodes after the first."""
         ranks = ray.remote(RanksOfEngine).options(**self.placement.engine(index, node))
         name = f"engine-{index}-node-{node}"
         parts = (self.config, str(self.model_dir), self.spec, index, node)
@@ -135,7 +135,7 @@ class Replicas:
 
     @property
     def starting(self) -> dict[str, Any | None]:
-        """By actor, the call that starts it."""
+        """The call that starts each actor, by the actor's name."""
         calls = self._starting.calls if self._starting else [None] * len(self.actors)
         return {actor.name: ref for actor, ref in zip(self.actors.values(), calls, strict=True)}
 

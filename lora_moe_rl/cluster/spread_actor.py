@@ -58,7 +58,8 @@ class SpreadActor(Actor):
         ended.add_done_callback(lambda end: self._end_with(one, end.exception() or end.result()))
 
     def _end_with(self, one: Actor, why: object) -> None:
-        """In a thread of its own: Ray calls this from the one that its own calls wait for."""
+        """Ends one actor over another, in a thread of its own: Ray calls this from the thread that
+        its own calls wait for."""
         Thread(target=self._lost, args=(one, why), daemon=True).start()
 
     def _lost(self, one: Actor, why: object) -> None:

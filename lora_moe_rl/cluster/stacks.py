@@ -49,7 +49,7 @@ def dump(actors: Iterable[Place]) -> list[str]:
 
 
 def listening(pid: int) -> list[int]:
-    """Of a process and those below it the ones that catch the signal."""
+    """Which of a process and those below it catch the signal."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.Error:

@@ -81,7 +81,7 @@ class TrainerRanks:
 
     @property
     def starting(self) -> dict[str, Any | None]:
-        """By actor, the call that starts it."""
+        """The call that starts each actor, by the actor's name."""
         calls = self._starting or [None] * len(self.actors)
         return {actor.name: ref for actor, ref in zip(self.actors, calls, strict=True)}
 

@@ -12,5 +12,5 @@ def spread(total: int, most: int) -> list[int]:
 
 
 def with_tokens(settings: LoggingConfig, total: int) -> list[int]:
-    """Of a step's `total` samples those of which tokens.jsonl has every token."""
+    """Which of a step's `total` samples have every token in tokens.jsonl."""
     return spread(total, settings.samples_per_step) if settings.tokens else []

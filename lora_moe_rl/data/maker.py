@@ -202,8 +202,8 @@ class PromptMaker:
             )
 
     def _of_string(self, text: str, place: str) -> list[int]:
-        """With the tokens that the tokenizer puts in front, and without an end, behind which a
-        rollout would begin."""
+        """The tokens of a string, with those that the tokenizer puts in front, and without an end,
+        behind which a rollout would begin."""
         token_ids, bos = self._tokenizer.encode(text), self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
             raise DataError(
@@ -216,8 +216,8 @@ class PromptMaker:
         return token_ids
 
     def _tools(self, columns: dict[str, Any], place: str) -> list[Any] | None:
-        """Of a row to learn answers from, for its chat template: a list, or the JSON of one. In
-        rollouts the environment has them."""
+        """The tools of a row to learn answers from, for its chat template: a list, or the JSON of
+        one. In rollouts the environment has them."""
         tools = columns.get(TOOLS_COLUMN)
         if tools is None or self._wanted.learns_from == "rollouts":
             return None

@@ -88,8 +88,8 @@ class Segment:
     versions: np.ndarray
 
     def __reduce__(self):
-        """As bytes: Ray would hand each array on as a buffer of its own, four to a segment, which
-        takes ten times as long for a short sample."""
+        """Pickles a segment as bytes: Ray would hand each array on as a buffer of its own, four to
+        a segment, which takes ten times as long for a short sample."""
         streams = (np.asarray(getattr(self, name), dtype) for name, dtype in STREAMS.items())
         return _segment, (self.author, *(stream.tobytes() for stream in streams))
 
@@ -373,12 +373,12 @@ class Group:
 
     @property
     def stood_for(self) -> list[list[Sample]]:
-        """Of each sample those that it stands for, itself among them."""
+        """For each sample, those that it stands for, itself among them."""
         return self.shown_for or [[sample] for sample in self.samples]
 
     @property
     def versions(self) -> list[int]:
-        """Of the tokens that a policy sampled, the oldest first."""
+        """The versions of the tokens that a policy sampled, the oldest first."""
         every = [sample.versions for sample in self.samples]
         found = np.unique(np.concatenate(every)) if every else np.zeros(0, np.int32)
         return found[found != NOT_SAMPLED].tolist()

@@ -79,7 +79,7 @@ class Flat(NamedTuple):
 
     @classmethod
     def _of(cls, parts: Sequence[Stream]) -> Flat:
-        """Of each sample its arrays in all the parts."""
+        """Each sample's arrays in all the parts."""
         arrays = list(chain.from_iterable(zip(*parts, strict=True)))
         if len(dtypes := {array.dtype for array in arrays}) > 1:
             raise TypeError(f"a stream has one dtype, not {', '.join(sorted(map(str, dtypes)))}")

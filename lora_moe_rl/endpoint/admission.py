@@ -36,13 +36,13 @@ class Admission:
             self.bytes -= place.bytes
 
     def refusal(self, what: str) -> Refused:
-        """Of one request more, which is counted."""
+        """The refusal of one request more, which is counted."""
         self.refused += 1
         return Refused(429, "rate_limit_exceeded", f"{what}; ask again", RETRY_AFTER_S)
 
 
 class Place:
-    """Of one request."""
+    """What one request holds."""
 
     def __init__(self, admission: Admission):
         self.admission, self.bytes = admission, 0

@@ -157,7 +157,7 @@ class TextBody(_Body):
 
 
 class TokenSampling(Sampling):
-    """Of /inference/v1/generate; logprobs of the sampled tokens come in any case."""
+    """How /inference/v1/generate samples; logprobs of the sampled tokens come in any case."""
 
     logprobs: int | None = Field(None, ge=0, le=1)
 

@@ -96,7 +96,7 @@ def _head(kind: str, answer: Answer) -> dict[str, Any]:
 
 
 def _model(answer: Answer) -> str:
-    """With the adapter version that sampled the last token."""
+    """The model's name with the adapter version that sampled the last token."""
     version = int(answer.sample.versions[-1])
     name = answer.model.partition("@")[0]
     return f"{name}@{version}" if version >= 0 else name

@@ -46,8 +46,8 @@ def trained_with(source: Path, found: Source) -> Trained:
 
 
 def with_settings(config: RunConfig, settings: list[str], slots: int) -> RunConfig:
-    """For one engine with so many slots, and for the one rank that fills them. Raises ConfigError
-    for an adapter that no engine serves beside its base."""
+    """The config of one engine with so many slots, and of the one rank that fills them. Raises
+    ConfigError for an adapter that no engine serves beside its base."""
     keys = [key for layer in parse_arguments(settings) for key in flat(layer)]
     for key in keys:
         if not key.startswith(READ) or key.removeprefix("rollout.") in OF_RUNS:

@@ -153,14 +153,14 @@ def _right(settings: EvalSetConfig, rewards: np.ndarray | np.float32) -> np.ndar
 
 
 def _pass(settings: EvalSetConfig, group: Group, k: int) -> float:
-    """Of the samples that have a reward."""
+    """pass@k of the samples that have a reward."""
     given = _rewards(group)
     given = given[~np.isnan(given)]
     return pass_at_k(len(given), int(_right(settings, given).sum()), k)
 
 
 def _majority(settings: EvalSetConfig, how: str, group: Group) -> float:
-    """Of the samples that have a reward; NaN when none has."""
+    """The majority's reward of the samples that have one; NaN when none has."""
     ends = [end for end in group.ends if not np.isnan(group.rewards[end])]
     if not ends:
         return math.nan

@@ -136,7 +136,7 @@ def _function(name: str) -> str:
 
 
 def _versions(run: Path, checkpoint: Path) -> str:
-    """Of what the run was trained with, by its own record."""
+    """The versions of what the run was trained with, by its own record."""
     found = VERSIONS.at(run, step_of(checkpoint))
     if found is None:
         return "## Versions\n\nThe run has no record of what it was trained with."

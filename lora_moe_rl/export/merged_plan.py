@@ -106,7 +106,7 @@ class ShardPlan:
         return self.entries[-1].end if self.entries else len(self.header)
 
     def steps(self) -> Iterator[MergeStep | CopyStep]:
-        """In the order of the bytes of the output."""
+        """What is to be done, in the order of the bytes of the output."""
         tasks: list[tuple[int, Matrix | tuple[Entry, Entry]]] = []
         tasks += [(target.start, (source, target)) for source, target in self.copies]
         tasks += [(min(p.start for p in m.target.values()), m) for m in self.matrices]

@@ -314,7 +314,7 @@ def _others(base: SafeWeights, found: Mapping[str, StoredWeight]) -> Iterator[St
 
 
 def main_dtype(base: SafeWeights) -> str:
-    """That of most bytes among F32, BF16 and F16; the scales of INT4 weights do not count."""
+    """The dtype of most bytes among F32, BF16 and F16; the scales of INT4 weights do not count."""
     nbytes = dict.fromkeys(FLOATS, 0)
     for entry in base.entries():
         if entry.dtype in nbytes and not entry.name.endswith((".weight_scale", "_scale_inv")):

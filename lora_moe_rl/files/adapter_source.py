@@ -45,7 +45,7 @@ class Source:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of its base; None where nothing was kept of it."""
+        """The fingerprint of the adapter's base; None where nothing was kept of it."""
         return None if self.base is None else self.base["fingerprint"]
 
     def check_base(self, directory: Path) -> None:

@@ -196,7 +196,7 @@ def is_named(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint's directory, by its name."""
+    """The step of a checkpoint, by its directory's name."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -172,7 +172,8 @@ def _summed(path: Path) -> FileSum:
 
 
 def _move_into_place(scratch: Path, root: Path, step: int) -> None:
-    """In the place of one that a run has skipped as invalid, if it has come to its step again."""
+    """Moves a checkpoint to its place, and into that of one that a run has skipped as invalid, if
+    it has come to its step again."""
     grave = _grave(root, step)
     put_in_place(scratch, root / directory_name(step), grave)
     shutil.rmtree(grave, ignore_errors=True)

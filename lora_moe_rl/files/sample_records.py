@@ -71,7 +71,7 @@ def routes_record(group: Group, index: int) -> dict[str, Any]:
 
 
 def _experts(table: Any, row: int) -> list[list[int] | None] | None:
-    """Of each layer; None when no layer has any."""
+    """The experts of a row in each layer; None when no layer has any."""
     if not table.valid[row].any():
         return None
     pairs = zip(table.ids[row].tolist(), table.valid[row].tolist(), strict=True)
@@ -98,7 +98,8 @@ def _reward_details(details: Details, index: int) -> dict[str, Any]:
 
 
 def _turns(sample: Sample) -> dict[str, Any]:
-    """Of a sample of several turns: its segments after the prompt, and what was said in them."""
+    """The turns of a sample of several: its segments after the prompt, and what was said in
+    them."""
     parts = [{"author": one.author, "tokens": len(one.token_ids)} for one in sample.segments[1:]]
     return {"segments": parts, "messages": sample.messages}
 

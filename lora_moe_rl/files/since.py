@@ -36,7 +36,8 @@ class Since:
         return found[-1][self.key] if found else None
 
     def _entries(self, run: Path) -> list[dict[str, Any]]:
-        """In the order of their steps; none where the file is not there or no such list."""
+        """The entries in the order of their steps; none where the file is not there or no such
+        list."""
         try:
             found = json.loads((run / self.file).read_text(encoding="utf-8"))
             entries = [one for one in found if isinstance(one[self.key], dict)]

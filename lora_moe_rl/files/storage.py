@@ -102,8 +102,8 @@ def upload(source: Path, target: str) -> None:
 
 
 def steps(url: str) -> list[int]:
-    """Of the whole checkpoints that are there, ascending. Raises FileError when there is nothing to
-    look into."""
+    """The steps of the whole checkpoints that are there, ascending. Raises FileError when there is
+    nothing to look into."""
     with told(f"{url} has no {CHECKPOINTS} that can be listed"):
         fs, root = reach(url)
         return sorted(_whole(fs, f"{root}/{CHECKPOINTS}", checkpoint.MANIFEST))

@@ -55,8 +55,8 @@ class Done:
 
     @classmethod
     def of(cls, meta: Mapping[str, int], whose: Whose, updates: int) -> Done:
-        """As `meta` has it, in a run whose steps make `updates` optimizer steps: its learning rate
-        goes on at the same share of the run."""
+        """What `meta` says was done, in a run whose steps make `updates` optimizer steps: its
+        learning rate goes on at the same share of the run."""
         steps, scheduled = _DONE[whose]
         done = meta.get(steps, 0)
         return cls(done, meta.get(scheduled, done) * updates // meta.get(_UPDATES, updates))
@@ -67,7 +67,7 @@ def file_name(number: int, whose: Whose = POLICY) -> str:
 
 
 def files(directory: Path, whose: Whose = POLICY) -> list[Path]:
-    """In the order of the ranks that wrote them."""
+    """The files in the order of the ranks that wrote them."""
     return sorted(directory.glob(f"{whose}_*.safetensors"))
 
 

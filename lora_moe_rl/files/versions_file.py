@@ -11,7 +11,8 @@ VERSIONS = Since("versions.json", "versions")  # {package: version}
 
 
 def here() -> dict[str, str]:
-    """Of this machine: of what this project is tested with, as far as it is installed."""
+    """The versions on this machine of what this project is tested with, as far as it is
+    installed."""
     packages = [name for name in TESTED if name not in VLLM_BUILDS]
     found = {name: installed(name) for name in (*packages, *VLLM_BUILDS)}
     return {"lora_moe_rl": __version__} | {name: one for name, one in found.items() if one}

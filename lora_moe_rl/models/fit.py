@@ -143,7 +143,7 @@ def _check_dense(shape: ModelShape, config: RunConfig) -> None:
 
 
 def _widths(shape: ModelShape) -> dict[str, int]:
-    """Of the MLPs that tensor-parallel ranks share."""
+    """The widths of the MLPs that tensor-parallel ranks share."""
     found = {"columns of a shared expert": shape.dims["shared_intermediate"]}
     if len(shape.moe_layers) < shape.num_layers:
         found["columns of a dense MLP"] = shape.dims["intermediate"]

@@ -45,8 +45,8 @@ def read_linear(weights: SafeWeights, path: str, form: Form) -> Packed:
 
 
 def read_scales(weights: SafeWeights, path: str, form: Form) -> torch.Tensor:
-    """Of a linear of a checkpoint. Raises ModelError when it is not there whole, and for scales
-    that are no scales."""
+    """The scales of a linear of a checkpoint. Raises ModelError when it is not there whole, and for
+    scales that are no scales."""
     data, scale, _ = TENSORS[form]
     if missing := [n for n in (data, scale) if f"{path}.{n}" not in weights.file_of]:
         raise ModelError(

@@ -97,7 +97,7 @@ def _wanted(
 
 
 def _outside(shape: ModelShape, prefix: str) -> dict[str, Shape]:
-    """Of the tensors that are of no layer."""
+    """The shapes of the tensors that are of no layer."""
     table = shape.vocab_size, shape.hidden_size
     return {
         f"{prefix}embed_tokens.weight": table,
@@ -107,7 +107,8 @@ def _outside(shape: ModelShape, prefix: str) -> dict[str, Shape]:
 
 
 def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
-    """By the names behind `layers.N.`; `{}` stands for an expert."""
+    """The shapes of a layer's tensors, by the names behind `layers.N.`; `{}` stands for an
+    expert."""
     hidden, experts = shape.hidden_size, shape.num_experts
     found: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),

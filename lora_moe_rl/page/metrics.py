@@ -31,7 +31,7 @@ class MetricsTable:
         self._changed: list[int] = []  # of each row, the count of lines that last changed it
 
     def names(self) -> list[str]:
-        """Of all metrics that have had a number so far, sorted."""
+        """The names of all metrics that have had a number so far, sorted."""
         with self._lock:
             self._refresh()
             return sorted(self._columns)

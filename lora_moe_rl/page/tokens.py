@@ -40,7 +40,7 @@ def _sample_of(line: bytes) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4)
 def tokenizer_of(model: str | None) -> Tokenizer | None:
-    """That of `model.path`, if it is on this machine: nothing is fetched or made."""
+    """The tokenizer of `model.path`, if it is on this machine: nothing is fetched or made."""
     try:
         folder = find_local(model) if model else None
     except LoraMoeRlError:

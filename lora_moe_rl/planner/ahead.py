@@ -130,7 +130,7 @@ def measure(run: Path) -> Measured:
 
 
 def in_flight(spans: Sequence[tuple[str, float, float]]) -> np.ndarray:
-    """Of each (engine, begin, end): how many the engine had at once meanwhile, the mean over time;
+    """For each (engine, begin, end): how many the engine had at once meanwhile, the mean over time;
     at least 1."""
     whose = np.array([engine for engine, _, _ in spans])
     begin, end = np.array([span[1:] for span in spans]).T
@@ -199,7 +199,7 @@ def every_way(measured: Measured) -> list[Way]:
 
 
 def best(ways: Sequence[Way]) -> Way:
-    """Of those whose step is about the shortest, the one with the smallest lag."""
+    """The way with the smallest lag, of those whose step is about the shortest."""
     shortest = min(way.step_s for way in ways)
     good = [way for way in ways if way.step_s <= AS_GOOD * shortest]
     return min(good, key=lambda way: (way.lag, way.step_s))

@@ -65,7 +65,7 @@ def base_tensors(facts: Facts) -> Iterator[BaseTensor]:
 
 
 def tensors_before(facts: Facts) -> Iterator[BaseTensor]:
-    """On the first stage, before its layers."""
+    """The tensors of the first stage, before its layers."""
     vocabulary = (facts.shape.vocab_size, facts.shape.hidden_size)
     yield BaseTensor("embedding.word_embeddings.weight", vocabulary, ROWS, -1, "embeddings")
 
@@ -76,7 +76,7 @@ def tensors_of_layer(facts: Facts, layer: int) -> Iterator[BaseTensor]:
 
 
 def tensors_behind(facts: Facts) -> Iterator[BaseTensor]:
-    """On the last stage, behind its layers."""
+    """The tensors of the last stage, behind its layers."""
     hidden, last = facts.shape.hidden_size, facts.shape.num_layers
     vocabulary = (facts.shape.vocab_size, hidden)
     yield BaseTensor("decoder.final_layernorm.weight", (hidden,), WHOLE, last, "norms")

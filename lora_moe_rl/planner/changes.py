@@ -101,7 +101,7 @@ def _as_kept(search: Search) -> str:
 
 
 def _of_turns(search: Search) -> str:
-    """Of the lightest trainer and the lightest engines, which cannot take turns."""
+    """Why not even the lightest trainer and the lightest engines can take turns."""
     if not any(True for total in search.totals for _ in search.on_all(total)):
         return f"no engines are on all of the GPUs{_as_kept(search)}"
     trainer, rank = search.lightest()

@@ -208,8 +208,8 @@ class Roofline:
     def rollout(
         self, config: RunConfig, engine: EngineRank, gpu: Gpu, per_node: int, efficiency: Efficiency
     ) -> dict[str, float]:
-        """Of a data-parallel rank, which share the work: prefill of every prompt, then decoding in
-        waves of as many sequences as fit."""
+        """Seconds of a data-parallel rank, which share the work: prefill of every prompt, then
+        decoding in waves of as many sequences as fit."""
         rollout, algorithm = config.rollout, config.algorithm
         prompts = math.ceil(algorithm.prompts_per_step / (rollout.engines * rollout.dp))
         samples = prompts * (algorithm.group_size + algorithms.make(config).greedy_baseline)

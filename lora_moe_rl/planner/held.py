@@ -50,8 +50,8 @@ class HeldPart:
 def held_parts(
     facts: Facts, config: RunConfig, weights: Format, gpus_per_node: int
 ) -> list[HeldPart]:
-    """Of the first trainer rank and the first rank of an engine; reasons are those of a base in the
-    format `weights`."""
+    """What the first trainer rank and the first rank of an engine hold; reasons are those of a base
+    in the format `weights`."""
     trainer, shared = _of_stage(facts, config, 0, gpus_per_node)
     engine = Counter()
     for tensor in base_tensors(facts):

@@ -172,8 +172,8 @@ class HostMemory:
 
 
 def samples_bytes(config: RunConfig, lengths: Lengths) -> int:
-    """Of all samples that the run's own process may hold at once: those of a step, and of as many
-    as engines may be ahead."""
+    """The bytes of all samples that the run's own process may hold at once: those of a step, and of
+    as many as engines may be ahead."""
     prompts, size = config.algorithm.prompts_per_step, config.algorithm.group_size
     sampled = TOKEN_BYTES + TEXT_BYTES
     each = SAMPLE_BYTES + TOKEN_BYTES * lengths.prompt + sampled * lengths.response
@@ -183,7 +183,7 @@ def samples_bytes(config: RunConfig, lengths: Lengths) -> int:
 
 
 def batch_bytes(config: RunConfig, lengths: Lengths) -> int:
-    """Of a step's batch as ranks are sent it (`data/batch.py`)."""
+    """The bytes of a step's batch as ranks are sent it (`data/batch.py`)."""
     count = config.algorithm.prompts_per_step * config.algorithm.group_size
     return count * (4 * lengths.sample + (TOKEN_BYTES - 4 + SIGNAL_BYTES) * lengths.response)
 

@@ -44,7 +44,7 @@ class Proposal:
 
     @property
     def gpus(self) -> int:
-        """That are used."""
+        """How many GPUs are used."""
         mine, theirs, shared = gpus_of(self.config)
         return mine if shared else mine + theirs
 

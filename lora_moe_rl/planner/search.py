@@ -237,7 +237,7 @@ class Search:
         return (kind for kind in kinds if wanted is None or kind.engines == wanted)
 
     def _fastest(self, engines: Iterable[RolloutConfig]) -> RolloutConfig | None:
-        """Of those that hold a sequence."""
+        """The fastest of the engines that hold a sequence."""
         best, least = None, math.inf
         for rollout in engines:
             engine = self.engine(rollout)

@@ -111,7 +111,7 @@ def _formats(plan: RunPlan) -> str:
 
 
 def _held(plan: RunPlan) -> Table:
-    """By part of the model: on a trainer rank and an engine rank together."""
+    """What a trainer rank and an engine rank hold together, by part of the model."""
     cells = [*product(FORMATS, (False, True))]
     heads = [f"{form}, {'once' if once else 'each'}" for form, once in cells]
     title = "the base on a trainer rank and an engine rank, GiB: a copy each, and held once"

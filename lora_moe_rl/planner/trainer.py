@@ -154,7 +154,8 @@ class TrainerMemory:
         self._held: dict[tuple, Held] = {}
 
     def classes(self, config: RunConfig) -> list[RankClass]:
-        """In the order of the stages; neighbours with the same figures are one class."""
+        """The classes of ranks in the order of the stages; neighbours with the same figures are one
+        class."""
         classes: list[RankClass] = []
         trainer = config.trainer
         size = trainer.world_size // trainer.pp

@@ -65,7 +65,7 @@ def _check(path: Path, config: RunConfig) -> None:
 
 
 def _whole(config: RunConfig, name: str) -> RunConfig:
-    """With what a run needs beside what a plan does."""
+    """The config with what a run needs beside what a plan does."""
     settings: dict[str, object] = {"name": name}
     if config.data.path is None and config.data.generator is None:
         settings["data"] = {"path": ROWS, "chat_template": True}
@@ -155,7 +155,7 @@ def _section(config: RunConfig, key: str) -> str | None:
 
 
 def _python(value: object) -> str:
-    """As Python writes it, with the quotes that a formatter puts."""
+    """A value as Python writes it, with the quotes that a formatter puts."""
     if isinstance(value, str) and "'" not in value and '"' not in value and "\\" not in value:
         return f'"{value}"'
     return repr(value)

@@ -75,7 +75,8 @@ class RewardsBySet:
 
 
 class NoRewards:
-    """Of a run without a reward function: no sample has a reward, and none has failed."""
+    """The rewards of a run without a reward function: no sample has a reward, and none has
+    failed."""
 
     async def score(
         self, prompt: Prompt, samples: Sequence[Sample], played: Sequence[Played] = ()

@@ -59,7 +59,8 @@ def started(run: Prepared, own_ray: OwnRay) -> Iterator[Actors]:
 
 
 def _start_trainer(run: Prepared, placement: Placement, starting: console.Starting) -> Actors:
-    """Of a run that samples nothing: no engine starts, and there is nothing to send."""
+    """Starts the trainer of a run that samples nothing: no engine starts, and there is nothing to
+    send."""
     from lora_moe_rl.cluster.actors import states
     from lora_moe_rl.cluster.trainer import TrainerRanks
 

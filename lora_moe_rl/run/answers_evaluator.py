@@ -65,7 +65,7 @@ class AnswersEvaluator:
         console.show_held_out(record, self.config.eval)
 
     async def _judged(self, prompts: Sequence[Prompt]) -> list[Judged]:
-        """As many rows at a time as a step has."""
+        """The rows judged, as many at a time as a step has."""
         size, found = self.config.algorithm.prompts_per_step, []
         for begin in range(0, len(prompts), size):
             some = prompts[begin : begin + size]

@@ -39,8 +39,8 @@ class Answers:
     words: tuple[str, ...] = ()
 
     def settings(self) -> list[str]:
-        """Of data and reward, as key=value. String prompts get the model's chat template unless the
-        words say otherwise."""
+        """The settings of data and reward, as key=value. String prompts get the model's chat
+        template unless the words say otherwise."""
         source = "generator" if _is_function(self.data) else "path"
         found = [f"data.{source}={self.data}", f"reward.function={self.reward}"]
         if "chat_template" not in _section(self.words, "data"):

@@ -104,7 +104,7 @@ class MismatchBounds:
 
 
 def sampled_versions(samples: Iterable[Sample]) -> np.ndarray:
-    """Of the tokens that a policy sampled."""
+    """The versions of the tokens that a policy sampled."""
     versions = np.concatenate([sample.versions for sample in samples])
     return versions[versions != NOT_SAMPLED]
 

@@ -54,7 +54,8 @@ def plateau(found: Sequence[Look], patience: int, largest: bool) -> Plateau | No
 
 
 def of_run(config: CheckpointConfig, values: Mapping[int, float], done: int) -> Plateau | None:
-    """Of a run whose metric has had these values up to the step `done`."""
+    """The plateau of a run whose metric has had these values up to the step `done`; None when there
+    is none."""
     if not config.stop_after:
         return None
     every = 0 if config.best_of_evaluations else config.every

@@ -263,7 +263,7 @@ class Preflight:
     def _with_address(
         self, functions: Mapping[str, list[RewardFunction]]
     ) -> dict[str, list[RewardFunction]]:
-        """With the address of the run's engines where one is to ask them."""
+        """The functions with the address of the run's engines where one is to ask them."""
         if not any(one.asks_engines for several in functions.values() for one in several):
             return dict(functions)
         from lora_moe_rl.rewards.own_engines import OwnEngines

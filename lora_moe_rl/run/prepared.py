@@ -48,7 +48,7 @@ class Prepared:
         start: adapter_start.Start | None,
         frozen: FrozenStart | None,
     ) -> Prepared:
-        """From a preflight that found nothing wrong."""
+        """What a preflight that found nothing wrong has prepared."""
         return cls(
             config=ready.config,
             spec=ready.spec,

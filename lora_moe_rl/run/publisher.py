@@ -210,7 +210,8 @@ class Publisher:
         self.warned = True
 
     def _is_compared(self, version: int) -> bool:
-        """Though the proof could tell."""
+        """Whether engines compare what they hold with what they were sent though the proof could
+        tell."""
         every = self.config.refit.compare_every
         return version == self.first_version or (every > 0 and version >= self.compared + every)
 

@@ -43,8 +43,8 @@ def reward_metrics(groups: Sequence[Group], config: RunConfig) -> dict[str, floa
 def set_metrics(
     groups: Sequence[Group], data_sets: Iterable[str], within: float = 0.0
 ) -> dict[str, float]:
-    """Of each of several data sets: its groups in the step, and over them what `metrics_of`
-    says of all; NaN for a set that has none in the step."""
+    """The metrics of each of several data sets: its groups in the step, and over them what
+    `metrics_of` says of all; NaN for a set that has none in the step."""
     found: dict[str, float] = {}
     for name in data_sets:
         own = [group for group in groups if group.prompt.data_set == name]

@@ -32,7 +32,8 @@ class Stages:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the steps after the first ten: seconds of one, and shares of idle time."""
+    """What a simulated run came to, without its first ten steps: seconds of a step, and shares of
+    idle time."""
 
     step_s: float
     idle_trainer: float

@@ -117,7 +117,8 @@ def _start(ready: Preflight) -> adapter_start.Start:
 
 
 def _look(ready: Preflight, own_ray: OwnRay) -> None:
-    """At all that is looked at before anything slow starts. Ray starts beside the last of it."""
+    """Looks at all that is looked at before anything slow starts. Ray starts beside the last of
+    it."""
     with console.Starting() as starting:
 
         def begin(step: str) -> None:

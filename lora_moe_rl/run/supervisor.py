@@ -206,7 +206,8 @@ def _children() -> list[psutil.Process]:
 
 
 def _note(run_dir: RunDir, message: str) -> None:
-    """On the console, and in logs/supervisor.log where the run has come so far as to make logs."""
+    """Says something on the console, and in logs/supervisor.log where the run has come so far as to
+    make logs."""
     console.warn(message)
     with suppress(OSError):  # it is full, or has no such folder yet
         if run_dir.logs.is_dir():

@@ -221,8 +221,8 @@ class TicketBook:
         self.close()
 
     def state_dict(self, source: dict[str, Any]) -> dict[str, Any]:
-        """For a checkpoint: where the source has to go on, and what it will draw in vain. `source`
-        is where it stands now."""
+        """The state for a checkpoint: where the source has to go on, and what it will draw in vain.
+        `source` is where it stands now."""
         data = self.tickets[min(self.tickets)].drawn_at if self.tickets else source
         return {"data": data, "done": sorted(self.done)}
 

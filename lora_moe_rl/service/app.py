@@ -195,7 +195,7 @@ async def _heartbeat(service: Service, request: Request) -> Response:
 
 
 async def _finish(service: Service, request: Request) -> Response:
-    """Of a session that has ended already nothing is left to do."""
+    """Ends a session; of one that has ended already nothing is left to do."""
     asked = read(FinishBody, await service.json_of(request))
     id = request.path_params["session"]
     if id not in service.sessions.ended:

@@ -62,7 +62,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Adam:
-    """Of one optimizer step. `clip`: the largest norm of the gradient, 0 for none."""
+    """The settings of one optimizer step. `clip`: the largest norm of the gradient, 0 for none."""
 
     lr: float
     beta1: float = 0.9
@@ -184,7 +184,7 @@ class Backend(Protocol):
         ...
 
     async def sample(self, sampler: str | None, ask: Ask) -> Sampled:
-        """By a sampler, or the bare base (None). Given up when it is cancelled."""
+        """Samples by a sampler, or by the bare base (None). Given up when it is cancelled."""
         ...
 
     async def forget(self, model: str) -> None:

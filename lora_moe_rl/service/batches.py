@@ -66,8 +66,8 @@ def _wrong(
 
 
 def batch_of(data: Sequence[Datum], call: LossCall, number: int) -> TrainBatch:
-    """As one step's samples. `number`: of this batch among the service's, from 1, which says when
-    replay is audited."""
+    """The data as one step's samples. `number`: of this batch among the service's, from 1, which
+    says when replay is audited."""
     loss, _ = service_losses.find(call.name, call.settings)
     wide = any(one.targets.ndim > 1 for one in data)
     width = max(map(_width, data)) if wide else 0
@@ -100,7 +100,7 @@ def _as_wide(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def logprobs_of(data: Sequence[Datum], found: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of each datum's own targets, of what a pass of `batch_of` found."""
+    """The logprobs of each datum's own targets, of what a pass of `batch_of` found."""
     return [
         one.reshape(len(one), -1)[:, : _width(datum)].reshape(datum.targets.shape)
         for datum, one in zip(data, found, strict=True)

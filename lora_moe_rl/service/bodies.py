@@ -138,7 +138,7 @@ class ModelId(Body):
 
 
 class Numbered(BaseModel):
-    """Of all that is asked of a model in its turn."""
+    """The body of whatever is asked of a model in its turn."""
 
     model_id: str
     seq_id: int = Field(ge=1)
@@ -186,7 +186,8 @@ class ExternalBody(Numbered, Body):
 
 
 class SamplerBody(Numbered, Body):
-    """With a path a checkpoint, without one a sampler that lasts as long as its session."""
+    """Asks for a checkpoint, with a path, or for a sampler that lasts as long as its session,
+    without one."""
 
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0)
@@ -209,7 +210,8 @@ class SamplerBody(Numbered, Body):
 
 
 class LoadBody(Body):
-    """In the place of a model that is there, or as a new one of a session."""
+    """Asks for a checkpoint to be loaded in the place of a model that is there, or as a new one of
+    a session."""
 
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)

@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _locked(directory: Path) -> FileLock:
-    """Of one service alone. Raises ConfigError for a directory that another one uses."""
+    """The lock by which one service alone has a directory. Raises ConfigError for one that another
+    service uses."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / ".lock")
     try:

@@ -52,7 +52,7 @@ def _signed(service: Service, until: int, place: Place, file: str) -> str:
 
 
 async def download(service: Service, request: Request) -> Response:
-    """Of whoever has the URL."""
+    """Gives an archive to whoever has the URL."""
     place, file, until = (
         asked_place(request),
         request.path_params["file"],

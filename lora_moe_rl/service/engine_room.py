@@ -251,7 +251,7 @@ class EngineRoom:
 
     @asynccontextmanager
     async def _next_slot(self) -> AsyncIterator[None]:
-        """With the ranks, once there is a slot for the next version: others train meanwhile."""
+        """Gives the ranks once there is a slot for the next version: others train meanwhile."""
         await self.slots.free(self.version + 1)
         async with self.turn.refitting():
             yield

@@ -194,7 +194,8 @@ class Folders:
         return gone
 
     def keep_for(self, place: Place, ttl_seconds: int | None) -> None:
-        """From now on; None: for ever. Raises ServiceError for a checkpoint that is not there."""
+        """Sets how long a checkpoint is kept from now on; None: for ever. Raises ServiceError for a
+        checkpoint that is not there."""
         expires = None if ttl_seconds is None else self.clock() + ttl_seconds
         self.find(place)
         with self._changing:

@@ -57,7 +57,7 @@ class Places:
         }
 
     def factor(self, lora: Lora) -> float:
-        """On top of each site's scale."""
+        """The factor on top of each site's scale."""
         return factor_of(lora.rank, self.config.adapter.rank, self.config.adapter.rslora)
 
     def saved(self, lora: Lora) -> dict[str, Any]:

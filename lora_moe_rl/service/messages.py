@@ -58,8 +58,8 @@ def _field(text: str) -> descriptor_pb2.FieldDescriptorProto:
 
 
 def _made() -> dict[str, Any]:
-    """In proto2, where each field tells whether it is there. In a pool of our own: the SDK may be
-    in the same process."""
+    """The messages in proto2, where each field tells whether it is there, and in a pool of our own:
+    the SDK may be in the same process."""
     file = descriptor_pb2.FileDescriptorProto(name="wire.proto", package=_PACKAGE, syntax="proto2")
     for name, fields in _FIELDS.items():
         file.message_type.add(name=name).field.extend(map(_field, fields.split(", ")))

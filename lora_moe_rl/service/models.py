@@ -69,7 +69,7 @@ async def _create(service: Service, request: Request) -> Response:
 
 
 async def _load(service: Service, request: Request) -> Response:
-    """As a new model of a session, or in the place of one."""
+    """Loads a checkpoint as a new model of a session, or in the place of one."""
     content = await service.json_of(request)
     if isinstance(content, dict) and content.get("model_id") is not None:
         return _in_turn(service, LoadBody, "load_weights", _reload, content)

@@ -30,7 +30,7 @@ def safe_name(name: str, what: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Of a checkpoint. Raises ServiceError for parts that are no names."""
+    """Where a checkpoint is. Raises ServiceError for parts that are no names."""
 
     model: str
     kind: str

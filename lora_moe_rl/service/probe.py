@@ -12,7 +12,8 @@ LENGTH = 12
 
 
 class Probe:
-    """Of random tokens, the same for a seed: as much of `ports.Prompts` as the publisher asks."""
+    """Prompts of random tokens, the same for a seed: as much of `ports.Prompts` as the publisher
+    asks."""
 
     def __init__(self, vocab_size: int, max_length: int, seed: int):
         self.vocab_size, self.seed = vocab_size, seed

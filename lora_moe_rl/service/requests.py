@@ -95,7 +95,7 @@ class Requests:
         return found
 
     def add(self, request: Request) -> Request:
-        """Of a new id. Raises Refused when too many wait."""
+        """Takes in a request of a new id. Raises Refused when too many wait."""
         if self.waiting >= MOST_WAITING or self.waiting_bytes + request.size > MOST_BYTES:
             told = f"{self.waiting} requests wait and hold {self.waiting_bytes} bytes; ask again"
             raise Refused(429, "rate_limit_exceeded", told, 1)

@@ -170,7 +170,7 @@ class RouteStore:
         return rows, travel.join([[first, self.missing(num_rows - rows)]])
 
     def missing(self, num_rows: int) -> SentRoutes:
-        """Of a datum that nobody sampled."""
+        """What stands for the routes of a datum that nobody sampled."""
         return travel.absent(self.pieces, self.top_k, self.num_experts, num_rows)
 
     def _of_state(self, node: Node, common: int, state: int) -> tuple[int, int]:

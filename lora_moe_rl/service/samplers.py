@@ -29,7 +29,7 @@ READY_S = 30.0
 
 
 async def _save(service: Service, model: Model, body: SamplerBody) -> dict[str, Any]:
-    """As a checkpoint, or as a sampler without a name."""
+    """Saves a model as a checkpoint, or as a sampler without a name."""
     if body.path is not None:
         place = Place(model.id, SAMPLER, body.path)
         service.folders.check_free(place, overwrite=False)
@@ -127,7 +127,7 @@ def _start(service: Service, sampler: Sampler, body: SampleBody, id: str) -> Non
 
 
 def _last(found: Sampled, num: int) -> Sampled:
-    """With logprobs of the prompt's last `num` tokens alone."""
+    """What was sampled, with logprobs of the prompt's last `num` tokens alone."""
     logprobs, top = found.prompt_logprobs, found.top_prompt
     if logprobs is not None:
         logprobs = logprobs.copy()

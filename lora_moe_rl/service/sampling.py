@@ -32,8 +32,8 @@ SEEDS = 2**63
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Of a request's samples after the first: of two requests with neighbouring seeds none draws
-    what another does."""
+    """The seed of a request's samples after the first: of two requests with neighbouring seeds none
+    draws what another does."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]) % SEEDS
 
 

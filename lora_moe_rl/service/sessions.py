@@ -95,7 +95,7 @@ class Sessions:
         return session
 
     def why_not(self, id: str) -> str:
-        """Of a session that does not live."""
+        """Why a session does not live."""
         if id in self.ended:
             return f"session {id} has ended: {self.ended[id]}"
         return _not_there(f"session {id}")

@@ -119,6 +119,7 @@ def facts_of(config: RunConfig, name: str, shape: ModelShape) -> Facts:
 
 
 def roomy(config: RunConfig, facts: Facts) -> RunConfig:
-    """With engines that have room for a token after the longest sequence, if the model has."""
+    """The config with engines that have room for a token after the longest sequence, if the model
+    has."""
     model = config.model.model_copy(update={"max_length": facts.max_length + facts.scores_whole})
     return config.model_copy(update={"model": model})

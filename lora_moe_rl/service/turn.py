@@ -56,7 +56,8 @@ class Turn:
 
     @asynccontextmanager
     async def computing(self) -> AsyncIterator[None]:
-        """So too, with the devices for activations."""
+        """The ranks are asked by nobody else, as in `alone`, and have the devices for
+        activations."""
         async with self.alone():
             try:
                 await self._devices()
@@ -66,8 +67,8 @@ class Turn:
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
-        """So too, and every engine serves: one that comes back is proven by the ranks, and what it
-        takes must not be written over meanwhile."""
+        """As `computing`, and every engine serves: one that comes back is proven by the ranks, and
+        what it takes must not be written over meanwhile."""
         while True:
             with self.fatal():
                 await self.engines.all_back()
@@ -87,8 +88,8 @@ class Turn:
             self._asking -= 1
 
     async def wait_for_engines(self) -> None:
-        """Of who has the ranks, which are others' meanwhile: engines that have died since come
-        back, and are proven by them."""
+        """Called by who has the ranks, which others have meanwhile: engines that have died since
+        come back, and are proven by them."""
         while self.engines.returning:
             await self._without_ranks(self.engines.all_back())
 

@@ -133,7 +133,7 @@ def _values(tensor: Any, where: str, length: int) -> np.ndarray:
 
 
 def _of_csr(csr: Any, shape: list[int], dtype: np.dtype, where: str) -> np.ndarray:
-    """With zeros where it has nothing."""
+    """The array, with zeros where the sparse form has nothing."""
     values = _numbers(csr.values, dtype, where)
     starts, columns = (
         _numbers(one, _DTYPES[INT64], where) for one in (csr.crow_indices, csr.col_indices)

@@ -80,7 +80,7 @@ _errors = Console(file=ERR, highlight=False, emoji=False, soft_wrap=True, stderr
 
 
 def speak(way: Way) -> None:
-    """From now on, in this process."""
+    """Sets the way in which this process says things from now on."""
     global _way
     _way, _console.quiet = way, way != "lines"
 
@@ -256,8 +256,8 @@ def say(message: str, style: str = "") -> None:
 
 
 def warn(message: str) -> None:
-    """On stderr, as what goes to stdout may be read by a program; and in the log, if there is one:
-    nobody may look at the console."""
+    """Warns on stderr, as what goes to stdout may be read by a program; and in the log, if there is
+    one: nobody may look at the console."""
     log.warning(message)
     _errors.print(Text("warning: ", style="yellow"), Text(message), sep="")
 

@@ -68,8 +68,8 @@ def best_of(name: str) -> Literal["largest", "smallest"] | None:
 
 
 def largest_is_best(settings: CheckpointConfig) -> bool:
-    """Of checkpoint.best_metric. Raises ConfigError for one that no run logs, and where neither
-    checkpoint.best_is nor the table says it."""
+    """Whether the largest value of checkpoint.best_metric is the best. Raises ConfigError for a
+    metric that no run logs, and where neither checkpoint.best_is nor the table says it."""
     name = settings.best_metric or ""
     if find(name) is None:
         near = difflib.get_close_matches(name, table(), n=1)

@@ -57,7 +57,7 @@ class MetricsWriter:
             tracker.write(record["step"], metrics)
 
     def details(self, step: int, details: Details) -> None:
-        """Of a step whose record was written."""
+        """Hands on the details of a step whose record was written."""
         self._checked.check(details.histograms)
         for tracker in self._trackers:
             tracker.details(step, details)

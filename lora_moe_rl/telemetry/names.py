@@ -57,7 +57,8 @@ COPIES, RECORDS = "time/copies", "time/records"
 
 
 def stages(offline: bool) -> tuple[str, ...]:
-    """Of a run, or of one that learns from the rows' own answers."""
+    """The stages of a step of a run that samples, or of one that learns from the rows' own answers
+    (`offline`)."""
     return ("train",) if offline else STAGES
 
 

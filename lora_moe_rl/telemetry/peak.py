@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def begin() -> None:
-    """From here on a GPU's peak is counted anew."""
+    """Counts a GPU's peak anew from here on."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
 
@@ -29,8 +29,8 @@ def gib() -> float:
 
 
 def now() -> float:
-    """On a GPU what is in use of it by all its processes, on the CPU what is resident of this
-    one."""
+    """The memory in use: on a GPU by all its processes, on the CPU what is resident of this
+    process."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB

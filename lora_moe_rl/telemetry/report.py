@@ -78,8 +78,8 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def rows(records: list[dict[str, Any]]) -> list[list[str]]:
-    """Of each metric that there is: its label, and what it was over the first steps, over the last
-    (`spans`), and over all."""
+    """A row of each metric that there is: its label, and what it was over the first steps, over the
+    last (`spans`), and over all."""
     n, found = _compared(records), []
     for metric, (label, form, how) in _ROWS.items():
         least = 0 if metric in _ABOVE_0 else -math.inf
@@ -239,7 +239,7 @@ def _draw_seconds(axes: Any, steps: np.ndarray, records: list[dict[str, Any]]) -
 
 
 def _means(values: np.ndarray, each: int) -> np.ndarray:
-    """Of `each` values that follow each other; the last mean may be of fewer."""
+    """The means of `each` values that follow each other; the last mean may be of fewer."""
     starts = np.arange(0, len(values), each)
     return np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
 

@@ -54,7 +54,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Of a span that has ended."""
+        """How long a span took that has ended."""
         assert self.end is not None
         return self.end - self.begin
 

@@ -69,7 +69,7 @@ class Ran:
 
     @property
     def text(self) -> str:
-        """For the model."""
+        """What the model is told of it."""
         parts = [self.output.rstrip("\n")] if self.output else []
         return "\n".join(parts + ([f"[{self.ended}]"] if self.ended else [])) or "[no output]"
 

@@ -118,8 +118,8 @@ def _register_local_modules() -> None:
 
 @cache
 def _register_families() -> None:
-    """In place of upstream's bridges, where it has some. The class of the provider is that of the
-    upstream bridge that a family's stands before."""
+    """Registers our families' bridges, in place of upstream's where it has some. The class of the
+    provider is that of the upstream bridge that a family's stands before."""
     import transformers
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
     from megatron.core.models.gpt.gpt_model import GPTModel

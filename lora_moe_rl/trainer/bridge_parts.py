@@ -209,7 +209,8 @@ def _shape(hf_pretrained) -> ModelShape:
 
 
 def prefix_of(hf_pretrained) -> str:
-    """Of the language model's weights; where there are no files, that of a model by itself."""
+    """What the names of the language model's weights begin with; where there are no files, that of
+    a model by itself."""
     if not hasattr(hf_pretrained, "state"):
         return "model."
     return hf_prefix(_shape(hf_pretrained))

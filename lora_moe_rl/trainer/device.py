@@ -41,7 +41,7 @@ class Device:
 
     @property
     def dtype_name(self) -> Dtype:
-        """Of the dtype, as a config has it."""
+        """The name of the dtype, as a config has it."""
         return "bfloat16" if self.dtype is torch.bfloat16 else "float32"
 
     @property

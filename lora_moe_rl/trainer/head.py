@@ -114,7 +114,7 @@ class Vocabulary(NamedTuple):
     group: dist.ProcessGroup | None
 
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens their rows in `weight`, 0 for those of other ranks; and which are here."""
+        """The rows in `weight` of tokens, 0 for those of other ranks; and which are here."""
         places = labels - self.first
         here = (places >= 0) & (places < len(self.weight))
         return places.where(here, 0), here
@@ -132,7 +132,7 @@ class Asked(NamedTuple):
 
 
 class Trained(IntEnum):
-    """Of what a backward follows."""
+    """What a backward pass is to follow."""
 
     NOTHING = 0
     LOGPROBS = 1
@@ -220,7 +220,7 @@ def _of_rows(
     trained: Trained,
     told: bool,
 ) -> _Found:
-    """Of a few rows."""
+    """What is found for a few rows."""
     weight, _, _, group = vocabulary
     logits = shifted_logits(hidden, vocabulary, temperature)
     places, here = vocabulary.places(labels)
@@ -248,6 +248,6 @@ def _of_rows(
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    """In place."""
+    """Reduces a tensor in place."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -60,8 +60,8 @@ class _Saved:
 
 
 class HostActivations:
-    """Of all layers of a rank's chunks. `seconds`: of this process, in copies or, beside a GPU, in
-    starting them; `moved`: bytes that went to the host."""
+    """The activations that all layers of a rank's chunks keep on the host. `seconds`: of this
+    process, in copies or, beside a GPU, in starting them; `moved`: bytes that went to the host."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
         """`chunks`: Megatron's models, which have `decoder.layers`."""

@@ -21,7 +21,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def host_zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """For a moment of a parameter: on the host, and where copies to its device are fastest."""
+    """Zeros for a moment of a parameter: on the host, and where copies to its device are
+    fastest."""
     pinned = parameter.device.type == "cuda"
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=pinned)
 

@@ -76,7 +76,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return self.out_proj(normed)
 
     def _attend(self, qkv, beta, decay, params: PackedParams):
-        """Of all tokens fed `[F, …]`; returns `[F, value heads / cp, d]`."""
+        """Attention of all tokens fed, `[F, …]`; returns `[F, value heads / cp, d]`."""
         sizes = [math.prod(batch.keys) for batch in params.batches]
         rows = (_rows(x, params, sum(sizes)).split(sizes) for x in (qkv, beta, decay))
         found = [
@@ -87,7 +87,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return torch.cat(found).index_select(0, params.whole)
 
     def _batch(self, qkv, beta, decay):
-        """Of sequences `[n, longest, …]`, each from its beginning."""
+        """Attention of sequences `[n, longest, …]`, each from its beginning."""
         n, longest, _ = qkv.shape
         convolution = self._of_heads(self.conv1d.weight, self._qkv_widths())
         past = F.pad(qkv.transpose(1, 2), (convolution.shape[-1] - 1, 0))
@@ -103,12 +103,12 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return out
 
     def _qkv_widths(self) -> list[int]:
-        """Of queries, keys and values, of all heads of this tensor-parallel rank."""
+        """The widths of queries, keys and values, of all heads of this tensor-parallel rank."""
         return [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
 
     def _of_heads(self, parameter: torch.Tensor, sections: list[int]) -> torch.Tensor:
-        """Of each of the sections, one after the other in dimension 0, what is of the heads that
-        this rank has of all tokens."""
+        """The heads that this rank has of all tokens, out of each of the sections, which stand one
+        after the other in dimension 0."""
         if self.cp_size == 1:
             return parameter
         mine = self.pg_collection.cp.rank()

@@ -114,7 +114,7 @@ class PackedAttention(torch.nn.Module):
         return whole.index_select(0, params.places).flatten(1)
 
     def _attend(self, query, key, value, batch: PaddedBatch, sinks):
-        """Of all places `[n, heads, d]` of a batch; returns `[n, heads, d_v]`."""
+        """Attention of all places `[n, heads, d]` of a batch; returns `[n, heads, d_v]`."""
         q = query.unflatten(0, batch.queries).transpose(1, 2)
         k, v = (x.unflatten(0, batch.keys).transpose(1, 2) for x in (key, value))
         out = attend(q, k, v, self.scale, batch.mask, self.window, sinks)
@@ -244,8 +244,8 @@ class ReplicatedLinear(torch.nn.Module):
 
     @classmethod
     def gathered(cls, column: ColumnParallelLinear) -> ReplicatedLinear:
-        """Of the rows of all ranks, on the device of this rank's: mcore's gather would put them on
-        the CPU where the model is built on `meta`."""
+        """A linear with the rows of all ranks, on this rank's device: mcore's gather would put them
+        on the CPU where the model is built on `meta`."""
         rows = column.weight.detach()
         whole = rows.new_empty(column.output_size, column.input_size)
         dist.all_gather(list(whole.split(len(rows))), rows, group=column.tp_group)

@@ -69,7 +69,7 @@ def _averaged(algorithm: Algorithm, work: Work) -> torch.Tensor:
 def scales_of(
     engine: TrainingEngine, batch: TrainBatch, kept: np.ndarray, samples: np.ndarray
 ) -> Scales:
-    """For the optimizer step on `samples`; kept: see `choose_tokens`."""
+    """The scales of the optimizer step on `samples`; kept: see `choose_tokens`."""
     mine = np.zeros_like(kept)
     mine[samples] = kept[samples]
     config = engine.config

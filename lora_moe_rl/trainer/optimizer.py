@@ -35,15 +35,15 @@ EMPTY = StepResult(False, 0.0, 0.0)  # there was no token in the loss
 
 
 def norm_and_rate(results: Sequence[StepResult]) -> tuple[float, float]:
-    """Of the optimizer steps that had tokens: the mean norm, and the last one's learning rate; 0
+    """The mean norm of the optimizer steps that had tokens, and the last one's learning rate; 0
     where none had any."""
     made = [result for result in results if result is not EMPTY] or [EMPTY]
     return float(np.mean([result.grad_norm for result in made])), made[-1].lr
 
 
 def learning_rate(config: TrainerConfig, done: int, total: int) -> float:
-    """Of the optimizer step after `done` of `total`. Those that were skipped for a loss or gradient
-    that is not finite do not count."""
+    """The learning rate of the optimizer step after `done` of `total`. Those that were skipped for
+    a loss or gradient that is not finite do not count."""
     if done < config.warmup_steps:
         return config.lr * (done + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -164,8 +164,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Of the whole adapter's gradient, as `Gradients.norm`; what has the factor 0 is not
-        trained, and its gradient becomes 0."""
+        """The norm of the whole adapter's gradient, as `Gradients.norm`; what has the factor 0 is
+        not trained, and its gradient becomes 0."""
         for parameter in self.still:
             _gradient_of(parameter).zero_()
         for parameter, where in self._zeros_of.items():

@@ -100,7 +100,7 @@ def find(model_dir: Path) -> PackedExperts | None:
 
 @dataclass
 class PackedExperts:
-    """Of a checkpoint, on their way into models."""
+    """The packed experts of a checkpoint, on their way into models."""
 
     weights: SafeWeights
     shape: ModelShape
@@ -205,7 +205,7 @@ def part_of(packed: Packed, side: int, rank: int, ways: int) -> Packed:
 
 
 def _read(weights: SafeWeights, path: str, linear: PackedGroupedLinear) -> dict[str, torch.Tensor]:
-    """Of a linear of an expert, what engines do not hold too."""
+    """What is stored of a linear of an expert, and what engines do not hold too."""
     form = linear.packed.form
     if linear.held:
         return {"scales": read_scales(weights, path, form)}

@@ -36,7 +36,7 @@ class Taken:
 
 
 class RowNumbers:
-    """Of all that one rank has taken."""
+    """The row numbers of all that one rank has taken."""
 
     def __init__(self, base: Base, engine_tp: int):
         self.base, self.engine_tp = base, engine_tp
@@ -70,7 +70,7 @@ class RowNumbers:
         return out
 
     def part(self, one: Dense, box: Box) -> torch.Tensor:
-        """Of what is `held`, the numbers of a part of the tensor."""
+        """The numbers of a part of the tensor, out of what is `held`."""
         rows, columns = window(box.start, box.shape)
         return self.held(one)[:, columns] if one.kind == "row" else self.held(one)[rows]
 

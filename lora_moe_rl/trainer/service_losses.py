@@ -70,8 +70,8 @@ def _ppo(tokens: Tokens, settings: Settings) -> Tensor:
 
 
 def _gspo(tokens: Tokens, settings: Settings) -> Tensor:
-    """As ppo, where the ratio of each token has the value of its datum's: the geometric mean of
-    those that are marked (GSPO-token, arXiv:2507.18071)."""
+    """The loss of ppo with one ratio for all tokens of a datum: the geometric mean of those that
+    are marked (GSPO-token, arXiv:2507.18071)."""
     logprobs, before, advantages, marks, places = tokens
     assert marks is not None and places is not None
     now = logprobs.detach()

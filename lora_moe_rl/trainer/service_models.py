@@ -155,8 +155,8 @@ class Models:
         decay: float,
         clip: float,
     ) -> dict[str, float]:
-        """On the gradient that is there, which is gone then. Raises ServiceError without one, and
-        for one that is not finite: the model is as it was."""
+        """Makes an optimizer step on the gradient that is there, which is gone then. Raises
+        ServiceError without one, and for one that is not finite: the model is as it was."""
         self.select(name)
         model, optimizer = self.of[name], self.engine.optimizer
         gradient, model.gradient = model.gradient, None

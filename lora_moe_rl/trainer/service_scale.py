@@ -6,5 +6,6 @@ import math
 
 
 def factor_of(rank: int, whole: int, rslora: bool) -> float:
-    """Of a model of `rank` in places of rank `whole`: what makes alpha / whole to alpha / rank."""
+    """The factor of a model of `rank` in places of rank `whole`: what makes alpha / whole to alpha
+    / rank."""
     return math.sqrt(whole / rank) if rslora else whole / rank

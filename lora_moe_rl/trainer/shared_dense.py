@@ -97,7 +97,7 @@ class SharedDense:
 
 
 def _vocabulary(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Of the stage that has them."""
+    """The embedding and the head, on the stages that have them."""
     if hasattr(model, "embedding"):
         yield EMBEDDING, model.embedding.word_embeddings
     if hasattr(model, "output_layer"):

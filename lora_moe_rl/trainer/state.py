@@ -141,7 +141,7 @@ class _Index:
                 self.where.setdefault((kind, name), []).append((start, part))
 
     def began(self) -> dict[str, int]:
-        """Of sites whose moments are younger than the run: the step at which they began."""
+        """The step at which the moments of a site began, of those that are younger than the run."""
         return {
             name: int(part[:][0])
             for (kind, name), places in self.where.items()

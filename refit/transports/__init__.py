@@ -101,7 +101,7 @@ class Channel:
 
 
 def from_json(text: str) -> Channel:
-    """Of a channel that another process of the run has chosen."""
+    """The channel that another process of the run has chosen and described."""
     from lora_moe_rl.config import RefitConfig
 
     return channel(RefitConfig.model_validate_json(text))
@@ -113,7 +113,7 @@ def transport_names() -> tuple[str, ...]:
 
 
 def channel(settings: RefitConfig) -> Channel:
-    """By the name in `settings.transport`."""
+    """The channel of the transport that `settings.transport` names."""
     return importlib.import_module(f"{__name__}.{settings.transport}").Channel(settings)
 
 

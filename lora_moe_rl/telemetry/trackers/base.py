@@ -84,7 +84,7 @@ class Tracker(Plugin):
 
 
 class ProjectTracker(Tracker):
-    """Of those that have projects."""
+    """The settings that trackers with projects have in common."""
 
     settings: ProjectConfig
 

@@ -50,5 +50,5 @@ class TensorBoard(Tracker):
 
 
 def _code(text: str) -> str:
-    """As a block of Markdown that shows text as it is."""
+    """The text as a block of Markdown that shows it as it is."""
     return "".join(f"    {line}\n" for line in text.splitlines())

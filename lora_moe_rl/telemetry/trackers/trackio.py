@@ -68,7 +68,7 @@ class Trackio(ProjectTracker):
 
 
 def _name(run_dir: Path, name: str) -> str:
-    """Of the run, by which Trackio finds it again: run directories of the same name are two."""
+    """The run's name, by which Trackio finds it again: run directories of the same name are two."""
     path = run_dir / ".trackio-name"
     if not path.exists():
         path.write_text(f"{name}-{secrets.token_hex(3)}")
