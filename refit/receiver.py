@@ -206,9 +206,9 @@ class Receiver(Worker):
 
 
 def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict[int, list[Place]]:
-    """By trainer rank. Raises RefitError when vLLM has no slot for a tensor, or one of another
-    shape, dtype or experts, or when the boxes of a tensor do not make up what the slot holds of it.
-    """
+    """The places of each trainer rank's boxes. Raises RefitError when vLLM has no slot for a
+    tensor, or one of another shape, dtype or experts, or when the boxes of a tensor do not make up
+    what the slot holds of it."""
     mine: dict[tuple[str, int], list[tuple[int, int, Entry]]] = defaultdict(list)
     for layout in layouts:
         if slots.dtype != getattr(torch, layout.dtype):

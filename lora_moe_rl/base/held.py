@@ -150,8 +150,9 @@ class Held:
             base.weights.close()
 
     def share(self, port: Port, rank: int, laid_out: Fill | None = None) -> Owned:
-        """Of rank `rank` of an engine, on its GPU: fills memory that stays its own with its part;
-        `laid_out` writes routed experts that vLLM lays out. Raises HeldBaseError."""
+        """Called by rank `rank` of an engine, on its GPU: fills memory that stays its own with its
+        part of the base; `laid_out` writes routed experts that vLLM lays out. Raises
+        HeldBaseError."""
         base = Base(self.model_dir)
         try:
             everything = [*self.stacks(), *self.dense(base).values()]

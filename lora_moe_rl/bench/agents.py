@@ -29,8 +29,8 @@ OURS, THEIRS = "endpoint", "vllm serve"
 
 
 class Spent(NamedTuple):
-    """On one trajectory: tokens of (the prompt, the answer) of each turn, as the server counts
-    them, and seconds."""
+    """What one trajectory took: tokens of (the prompt, the answer) of each turn, as the server
+    counts them, and seconds."""
 
     tokens: list[tuple[int, int]]
     seconds: float

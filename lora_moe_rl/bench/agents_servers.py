@@ -124,13 +124,14 @@ def _raise(error: LoraMoeRlError) -> None:
 
 
 def counts_of_server(root: str) -> dict[str, float]:
-    """Of the prefix cache of a `vllm serve`."""
+    """The counts of the prefix cache of a `vllm serve`."""
     with urllib.request.urlopen(f"{root}/metrics", timeout=METRICS_S) as answer:
         return cache_counts(answer.read().decode())
 
 
 def cache_counts(metrics: str) -> dict[str, float]:
-    """Of vLLM's metrics: prompt tokens that its prefix cache was asked for, and had."""
+    """What vLLM's metrics count of its prefix cache: prompt tokens that it was asked for, and
+    had."""
     lines = [line.partition("{") for line in metrics.splitlines()]
     return {
         key: sum(float(rest.rpartition(" ")[2]) for name, _, rest in lines if name == f"{of}_total")

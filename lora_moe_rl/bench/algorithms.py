@@ -99,8 +99,8 @@ def _check_teacher(wanted: Sequence[str], teacher: Sequence[str]) -> None:
 
 
 def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Result:
-    """By algorithm: the mean reward of the first and the last steps, and the median step. The goal
-    is a reward that rises by LEAST_GAIN."""
+    """What each algorithm came to: the mean reward of the first and the last steps, and the median
+    step. The goal is a reward that rises by LEAST_GAIN."""
     rows = {name: _summary(records) for name, records in curves.items()}
     gains = {f"{n}: reward gained": goal(r["gain"], LEAST_GAIN, True) for n, r in rows.items()}
     return {"algorithms": rows, "goals": gains}

@@ -29,8 +29,8 @@ TIMEOUT_S = 600
 
 
 def exact_logprobs(rank: int, folder: Path, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Of Hugging Face's forward in float64. A job of `run_processes`. Raises BenchmarkError where
-    memory is too small for it."""
+    """The logprobs of Hugging Face's forward in float64. A job of `run_processes`. Raises
+    BenchmarkError where memory is too small for it."""
     from lora_moe_rl.verify import hf
 
     model = hf.load_exact(folder)
@@ -40,15 +40,15 @@ def exact_logprobs(rank: int, folder: Path, sequences: list[list[int]]) -> list[
 
 
 def process_and_own(worker, spec) -> tuple[int, int]:
-    """Of a trainer rank that has started: its process, and bytes of the base that it has beside the
-    file."""
+    """The process of a trainer rank that has started, and the bytes of the base that it has beside
+    the file."""
     parameters = (p for chunk in worker.engine.chunks for p in chunk.parameters())
     frozen = (parameter for parameter in parameters if not parameter.requires_grad)
     return os.getpid(), outside(frozen, Path(worker.held) / BIN)
 
 
 def trainer(config: RunConfig, folder: Path, held: str | None) -> Result:
-    """Of all trainer ranks together, from their start on."""
+    """The figures of all trainer ranks together, from their start on."""
     arguments = (free_address(), config, folder, held)
     ranks = run_processes(config.trainer.world_size, train, *arguments, timeout_s=TIMEOUT_S)
     return {

@@ -83,11 +83,11 @@ def settings(case: str, replay: str, lag: int) -> list[str]:
 
 
 def compare(runs: Runs) -> Result:
-    """By case: the mean reward of the first and the last steps over all seeds and how far the seeds
-    are apart, the mean age of tokens in versions, and by age in steps the KL of the policy that
-    sampled them to the one that learns, before its update. The goal is that no correction loses
-    more than MOST_LOST to the synchronous run with the same routes; what is lost without one has no
-    goal."""
+    """What each case came to: the mean reward of the first and the last steps over all seeds and
+    how far the seeds are apart, the mean age of tokens in versions, and by age in steps the KL of
+    the policy that sampled them to the one that learns, before its update. The goal is that no
+    correction loses more than MOST_LOST to the synchronous run with the same routes; what is lost
+    without one has no goal."""
     rows = {name: _summary(of_seeds) for name, of_seeds in runs.items()}
     goals = {}
     for name, row in rows.items():

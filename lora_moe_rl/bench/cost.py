@@ -68,7 +68,7 @@ def _config(folder: Path, name: str, steps: int) -> RunConfig:
 
 
 def same_work(name: str) -> dict[str, Any]:
-    """Of SAME_WORK what an algorithm has."""
+    """What of SAME_WORK an algorithm has."""
     fields = ALGORITHMS.find(name).read({"name": name}).model_dump()
     return {key: value for key, value in SAME_WORK.items() if key in fields}
 
@@ -121,8 +121,8 @@ def in_turns(
 
 
 def compare(updates: Sequence[Mapping[str, float]], others: float) -> Result:
-    """By algorithm: median seconds of an update and of a step, and the medians of what each turn
-    has over its first algorithm."""
+    """What each algorithm costs: median seconds of an update and of a step, and the medians of what
+    each turn has over its first algorithm."""
     base, *rest = updates[0]
     rows: dict[str, Any] = {
         name: {

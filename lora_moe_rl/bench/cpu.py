@@ -67,7 +67,8 @@ def _lines(path: Path) -> int:
 
 
 def _seconds() -> Counter[str]:
-    """Of this process and those that it has started, user and system, by who they are."""
+    """The processor seconds, user and system, of this process and those that it has started, by who
+    they are."""
     this, found = psutil.Process(), Counter[str]()
     for process in (this, *this.children(recursive=True)):
         try:

@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _goals(rows: Sequence[Result]) -> Result:
-    """Of the longest that was measured both ways: of a short one all logits are few."""
+    """The goals, of the longest length that was measured both ways: of a short one all logits are
+    few."""
     if not rows:
         return {}
     longest = max(rows, key=lambda row: row["tokens"])

@@ -78,7 +78,8 @@ def lengths_of(samples: int, tokens: int) -> dict[str, np.ndarray]:
 
 
 def measured(worker: Any, spec: Any, samples: int, tokens: int, rounds: int) -> list[Result]:
-    """In a trainer rank: of each kind of lengths, seconds of both and how far they are apart."""
+    """Measured in a trainer rank: for each kind of lengths, seconds of both ways and how far they
+    are apart."""
     worker.set_adapter(random_adapter(spec))
     kinds = lengths_of(samples, tokens).items()
     return [_row(worker, spec, kind, lengths, rounds) for kind, lengths in kinds]

@@ -72,7 +72,8 @@ class CountingEngine(RolloutEngine):
 
 
 def _squared_error(kernel: Callable, packed: torch.Tensor, weight: torch.Tensor) -> float:
-    """Of a kernel that multiplies by `weight`, which it may have packed instead."""
+    """The squared error of a kernel that multiplies by `weight`, which it may have packed
+    instead."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight.dtype)
     whole = weight if packed.numel() == 0 else packed

@@ -160,8 +160,8 @@ def of_trainer(place: str, facts: Facts, config: RunConfig, held: str | None) ->
 
 
 def plan_of_trainer(facts: Facts, config: RunConfig, held: bool) -> dict[str, int]:
-    """By what is measured. What is offloaded is in the host's memory, which on the CPU is the
-    rank's own. The base's file is a part of the base."""
+    """The planned bytes by what is measured. What is offloaded is in the host's memory, which on
+    the CPU is the rank's own. The base's file is a part of the base."""
     (rank,) = TrainerMemory(facts, build_spec(facts, config), "float32").classes(config)
     shared = shared_bytes(facts, config, 0, "float32", 1) if held else 0
     memory = rank.memory

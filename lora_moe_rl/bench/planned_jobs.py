@@ -120,7 +120,7 @@ def hold_samples(config: RunConfig, lengths: Lengths) -> int:
 
 
 def _sample(rng: np.random.Generator, prompt: Prompt, response: int) -> Sample:
-    """Of one turn, with four letters a token."""
+    """A sample of one turn, with four letters a token."""
     logprobs = rng.standard_normal(response)
     segments = (
         Segment.given("user", prompt.token_ids),

@@ -38,7 +38,7 @@ class HeldWorker(CPUWorker):
         self.held["KV cache"] = settled() - before
 
     def bytes_held(self) -> dict[str, int]:
-        """By what they are for, and `tokens` that the cache has room for."""
+        """The bytes held, by what they are for, and `tokens` that the cache has room for."""
         config = self.cache_config
         assert config.num_gpu_blocks is not None, "after initialize_from_config"
         return self.held | {"tokens": config.num_gpu_blocks * config.block_size}

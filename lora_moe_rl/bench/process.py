@@ -55,7 +55,7 @@ def held_bytes(pid: int) -> int:
 
 
 def mapped_bytes(pid: int, path: Path) -> int:
-    """Of a file that several processes map, this one's share of what is resident (PSS)."""
+    """A process's share of what is resident (PSS) of a file that several processes map."""
     total, ours = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
 def measured(
     worker: Any, spec: Any, groups: int, samples: int, tokens: int, rounds: int
 ) -> list[Result]:
-    """In a trainer rank: of each length of prompt, seconds of both and how far they are apart."""
+    """Measured in a trainer rank: for each length of prompt, seconds of both ways and how far they
+    are apart."""
     worker.set_adapter(random_adapter(spec))
     return [_row(worker, spec, prompt, groups, samples, tokens, rounds) for prompt in PROMPTS]
 

@@ -58,7 +58,7 @@ def _check_same(name: str, folder: Path, config: RunConfig) -> None:
 
 
 def _records(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Of a run that is whole; else none."""
+    """The records of a run that is whole; else none."""
     file = folder / "metrics.jsonl"
     records = read_steps(file) if file.exists() else []
     return records if [record["step"] for record in records] == list(range(1, steps + 1)) else []

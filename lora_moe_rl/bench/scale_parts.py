@@ -26,9 +26,9 @@ TOP_K, STAGES = 2, 4
 
 @dataclass(frozen=True)
 class Size:
-    """Of a step: `samples` with responses of `tokens` (the mean), data-parallel `ranks`, and
-    `engines`, each of which sends its routes in one part; 0 for one part a group, as in a run.
-    Of its model: `layers` with `experts` each."""
+    """The size of a step: `samples` with responses of `tokens` (the mean), data-parallel `ranks`,
+    and `engines`, each of which sends its routes in one part; 0 for one part a group, as in a run.
+    The model has `layers` with `experts` each."""
 
     samples: int
     tokens: int = RESPONSE

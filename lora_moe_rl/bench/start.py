@@ -101,7 +101,7 @@ def _seen(process: subprocess.Popen, folder: Path, file: str, text: str) -> floa
 
 
 def core_seconds(pid: int) -> Counter[str]:
-    """Of a run's processes that are there, by whose log they write."""
+    """The processor seconds of a run's processes that are there, by whose log they write."""
     root = psutil.Process(pid)
     used: Counter[str] = Counter({CONTROLLER: _used(root)})
     for child in root.children(recursive=True):

@@ -49,7 +49,7 @@ Record = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """Of a step; `tokens` of each response."""
+    """The work of a step; `tokens` of each response."""
 
     prompts: int = PROMPTS
     group: int = GROUP

@@ -136,7 +136,7 @@ def check(metrics: dict[str, float]) -> None:
 
 
 def _sampled(sampler: Any, prompts: Any, count: int) -> Taken:
-    """Of so many prompts, at once."""
+    """Samples so many prompts, at once."""
     taken = list(islice(prompts, count))
     began = time.perf_counter()
     groups_of(sampler, taken)

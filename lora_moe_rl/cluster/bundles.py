@@ -16,8 +16,9 @@ Bundle = dict[str, float]
 
 
 def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
-    """Of each tensor-parallel group of the trainer, then of each engine on each of its nodes; where
-    these stand on the same GPUs, of both together. `gpus`: whether there are any."""
+    """The bundles to ask Ray for: one for each tensor-parallel group of the trainer, then one for
+    each engine on each of its nodes; where these stand on the same GPUs, one for both together.
+    `gpus`: whether there are any."""
     trainer = config.trainer
     if size := shared_size(config, gpus):
         return [_bundle(size + size // config.rollout.ranks, size)] * (trainer.world_size // size)

@@ -169,8 +169,9 @@ class RolloutEngines(TakingTurns):
     async def write(
         self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
     ) -> Written:
-        """By the bare base, on the engine that has least to do. Raises what the engine raises, and
-        ActorFailed when it dies over it: it is started anew when it is asked for samples."""
+        """Writes text by the bare base, on the engine that has least to do. Raises what the engine
+        raises, and ActorFailed when it dies over it: it is started anew when it is asked for
+        samples."""
         await self.requests_begin.wait()
         self.take(Act.SAMPLE)
         alive = [index for index in self.present if index not in self.returning]

@@ -71,8 +71,8 @@ class BesidePolicy:
 
 
 def _seed_of(seed: int, turn: Turn, *more: int) -> int:
-    """Of one turn: of the ticket's seed, the conversation and the turn's number alone, and of
-    `more` that tells its conversation from others of that number."""
+    """The seed of one turn: it depends on the ticket's seed, the conversation and the turn's number
+    alone, and on `more` that tells its conversation from others of that number."""
     return _seed(seed, turn.conversation, turn.number, *more)
 
 

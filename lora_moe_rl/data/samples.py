@@ -214,7 +214,7 @@ class Sample:
 
     @property
     def turn_states(self) -> list[str | bytes]:
-        """Of each of the policy's turns the state that it began in, equal for equal ones: what the
+        """The state in which each of the policy's turns began, equal for equal ones: what the
         environment tells, or else the tokens that were shown since the turn before, before the
         first the prompt's. Raises ValueError for `states` of another number of turns."""
         found: list[str | bytes] = []

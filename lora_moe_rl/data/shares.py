@@ -11,9 +11,9 @@ from lora_moe_rl.data.micro_batches import plan_for
 
 
 def shares(batch: TrainBatch, config: RunConfig) -> list[TrainBatch]:
-    """By data-parallel rank. The ranks plan their micro-batches as it is done here, and come to the
-    same samples; one that would want another's raises ValueError. An algorithm that revises its
-    advantages compares samples of all ranks, and gets the masks of all."""
+    """The share of each data-parallel rank. The ranks plan their micro-batches as it is done here,
+    and come to the same samples; one that would want another's raises ValueError. An algorithm that
+    revises its advantages compares samples of all ranks, and gets the masks of all."""
     trainer = config.trainer
     if trainer.dp == 1:
         return [batch]

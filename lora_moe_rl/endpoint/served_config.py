@@ -32,8 +32,9 @@ class Trained:
 
 
 def trained_with(source: Path, found: Source) -> Trained:
-    """Of a run or a checkpoint in one, the settings of the checkpoint's step; of a PEFT directory
-    the template beside it. Raises ConfigError for a config.yaml that cannot be read."""
+    """What the source was trained with: of a run or a checkpoint in one, the settings of the
+    checkpoint's step; of a PEFT directory the template beside it. Raises ConfigError for a
+    config.yaml that cannot be read."""
     run = run_of(source, found.path)
     if run is None:
         template = chat_template.of_adapter(None, found.path)

@@ -147,8 +147,9 @@ class Trajectories:
     async def outcome(
         self, session: Session, task: dict[str, Any], held_up: Callable[[], float]
     ) -> Outcome:
-        """Of a new trajectory, once an agent has ended it. Nothing is sampled for it any more.
-        `held_up`: seconds so far in which engines kept requests waiting (`Policy.held_up`)."""
+        """The outcome of a new trajectory, once an agent has ended it. Nothing is sampled for it
+        any more. `held_up`: seconds so far in which engines kept requests waiting
+        (`Policy.held_up`)."""
         made = Trajectory(session, task, asyncio.get_running_loop().create_future(), held_up)
         self.sessions.add(session)
         self._by_key[session.key] = made

@@ -64,8 +64,9 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _taken_for_checkpoint(path: Path) -> bool:
-    """By its name and its folder's, as `checkpoint.all_of` goes by. What holds something already is
-    as it is: another tool's, or a run's own that is damaged."""
+    """Whether a directory would pass for a checkpoint, by its name and its folder's, as
+    `checkpoint.all_of` goes by. What holds something already is as it is: another tool's, or a
+    run's own that is damaged."""
     if not is_named(path) or path.parent.name != "checkpoints":
         return False
     return not path.is_dir() or not any(path.iterdir())

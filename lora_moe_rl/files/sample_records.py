@@ -42,9 +42,9 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
 def token_record(
     group: Group, signal: Signal | None, index: int, known: TokenValues | None
 ) -> dict[str, Any]:
-    """Of every token after the prompt; without a signal no advantages and weights, and of the
-    trainer what is known. `differences`: the trainer's logprob minus the engine's, too small for
-    six figures of both to show it, where an engine has sampled any token."""
+    """The record of every token after the prompt; without a signal no advantages and weights, and
+    of the trainer what is known. `differences`: the trainer's logprob minus the engine's, too small
+    for six figures of both to show it, where an engine has sampled any token."""
     sample = group.samples[index]
     found = {"ids": sample.response_ids, "versions": sample.versions, "logprobs": sample.logprobs}
     if signal is not None:

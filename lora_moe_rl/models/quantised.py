@@ -120,8 +120,8 @@ def rotations_refused(said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tensors_refused(names: Collection[str]) -> Iterator[str]:
-    """Of the tensors of a checkpoint, those beside a packed weight that change what it is and that
-    nobody here computes with: zero points, each column's group (`weight_g_idx`), a scale of all."""
+    """The tensors beside a packed weight of a checkpoint that change what it is and that nobody
+    here computes with: zero points, each column's group (`weight_g_idx`), a scale of all."""
     for name in names:
         path, _, last = name.rpartition(".")
         if last.startswith("weight_") and last not in _READ and f"{path}.weight_packed" in names:

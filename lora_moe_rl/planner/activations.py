@@ -149,8 +149,9 @@ def _attention(
 
 
 def _delta(shape: ModelShape, trainer: TrainerConfig, b: int, modules: Modules) -> float:
-    """By arithmetic. LOCAL computes in float32, and inverts a matrix of every chunk of 64 tokens
-    and head, row after row: of each row that is there it keeps what it multiplies."""
+    """The bytes of a token that linear attention keeps, by arithmetic. LOCAL computes in float32,
+    and inverts a matrix of every chunk of 64 tokens and head, row after row: of each row that is
+    there it keeps what it multiplies."""
     d, t = shape.dims, trainer.tp
     heads = d["linear_value_heads"]
     keys, values = d["linear_key_heads"] * d["linear_key_dim"], heads * d["linear_value_dim"]

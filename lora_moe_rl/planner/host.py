@@ -58,8 +58,9 @@ class NodeHost:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Of a run. `served`: the engines' format; `routes` and `engine` are None where nothing is
-    sampled. `held`: the base's parts, as `held_parts` says; none where each side has its own."""
+    """What a run takes of its machine's own memory. `served`: the engines' format; `routes` and
+    `engine` are None where nothing is sampled. `held`: the base's parts, as `held_parts` says; none
+    where each side has its own."""
 
     config: RunConfig
     classes: Sequence[RankClass]

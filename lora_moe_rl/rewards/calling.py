@@ -79,9 +79,9 @@ class Logged:
         self.metrics.setdefault(encodable(str(name)), []).append(float(value))
 
     def turn_rewards(self, values: list[Any]) -> None:
-        """Of each sample a list of what each of its turns has earned, which together are its
-        reward, or None. Raises ValueError for another number of samples, and for what is no finite
-        number."""
+        """Sets, for each sample, a list of what each of its turns has earned, which together are
+        its reward, or None. Raises ValueError for another number of samples, and for what is no
+        finite number."""
         values = list(values)
         if len(values) != self.num_samples:
             raise ValueError(

@@ -81,8 +81,8 @@ class Health:
         )
 
     def _silent_functions(self, groups: Sequence[Group]) -> list[str]:
-        """Of several reward functions those that gave no sample of the step a reward, each told of
-        once, and once more when it failed where it gave None before, or the other way round."""
+        """Which of several reward functions gave no sample of the step a reward, each told of once,
+        and once more when it failed where it gave None before, or the other way round."""
         found = []
         for name in dict.fromkeys(name for group in groups for name in group.details.by_function):
             own = [(f, g.ends) for g in groups if (f := g.details.by_function.get(name))]

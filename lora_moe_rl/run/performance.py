@@ -27,10 +27,10 @@ from lora_moe_rl.telemetry import names
 
 
 class Performance:
-    """Of one run. `active` and `adapter`: parameters of base and adapters that multiply a token;
-    `attention`: operations of a forward, a token and token of its context. `peak`: operations a
-    second of one of the GPUs, None where that is not known. `planned`: GiB of tensors of the
-    trainer rank that holds most, None off GPUs, where other things take more."""
+    """What one run's work is measured by. `active` and `adapter`: parameters of base and adapters
+    that multiply a token; `attention`: operations of a forward, a token and token of its context.
+    `peak`: operations a second of one of the GPUs, None where that is not known. `planned`: GiB of
+    tensors of the trainer rank that holds most, None off GPUs, where other things take more."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Performance:
     def of_model(
         cls, config: RunConfig, spec: AdapterSpec, model_dir: Path, dtype: Dtype
     ) -> Performance:
-        """Of the model in a Hugging Face directory, trained in `dtype` on GPUs such as this
-        machine's. Raises ModelError for a model that the planner cannot read."""
+        """The figures of the model in a Hugging Face directory, trained in `dtype` on GPUs such as
+        this machine's. Raises ModelError for a model that the planner cannot read."""
         gpus = gpu_names() if config.trainer.device != "cpu" else []
         peaks = {peak_of(name) for name in gpus} if dtype == "bfloat16" else set()
         peak, facts = peaks.pop() if len(peaks) == 1 else None, find(str(model_dir))
@@ -59,9 +59,9 @@ class Performance:
         return cls(config, spec, facts, peak, planned)
 
     def operations(self, lengths: Sequence[int], shared: float = 0.0) -> float:
-        """Of the update of a step whose samples have these lengths, prompt included, of which a
-        share is computed for another sample. A token at place t attends to t others: n^2 / 2 of a
-        sample of n tokens."""
+        """The operations of the update of a step whose samples have these lengths, prompt included,
+        of which a share is computed for another sample. A token at place t attends to t others: n^2
+        / 2 of a sample of n tokens."""
         tokens, contexts = sum(lengths) * (1 - shared), sum(n * n / 2 for n in lengths)
         base, adapter = 2 * tokens * self.active, 2 * tokens * self.adapter
         attention = self.attention * contexts

@@ -56,9 +56,9 @@ def set_metrics(
 
 
 def function_metrics(groups: Sequence[Group], functions: Iterable[str]) -> dict[str, float]:
-    """Of each of several reward functions, before its weight: mean (NaN without any) and deviation
-    over the samples that it gave a reward, and for how many samples it gave None and has
-    failed."""
+    """The metrics of each of several reward functions, before its weight: mean (NaN without any)
+    and deviation over the samples that it gave a reward, and for how many samples it gave None and
+    has failed."""
     found: dict[str, float] = {}
     for name in functions:
         own = [(one, g.ends) for g in groups if (one := g.details.by_function.get(name))]
@@ -132,9 +132,9 @@ def logged_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reweight_metrics(groups: Sequence[Group], signals: Sequence[Signal]) -> dict[str, float]:
-    """Of samples that were drawn once more by their rewards: the share of those to be drawn that
-    stand in the loss, the most times that one does, and the mean reward of all that stand there,
-    NaN when none was to be drawn. Nothing where samples are not drawn."""
+    """The metrics of samples that were drawn once more by their rewards: the share of those to be
+    drawn that stand in the loss, the most times that one does, and the mean reward of all that
+    stand there, NaN when none was to be drawn. Nothing where samples are not drawn."""
     drawn = [
         (signal.copies[group.ends], group.rewards[group.ends])
         for group, signal in zip(groups, signals, strict=True)
@@ -153,9 +153,9 @@ def reweight_metrics(groups: Sequence[Group], signals: Sequence[Signal]) -> dict
 
 
 def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of a teacher, over the tokens that a policy sampled in samples with a reward: the mean of the
-    policy's logprob less the teacher's, an estimate of the reverse KL, and that of the teacher's.
-    Nothing without a teacher; NaN without such tokens."""
+    """The metrics of a teacher, over the tokens that a policy sampled in samples with a reward: the
+    mean of the policy's logprob less the teacher's, an estimate of the reverse KL, and that of the
+    teacher's. Nothing without a teacher; NaN without such tokens."""
     if all(group.teacher is None for group in groups):
         return {}
     found = [

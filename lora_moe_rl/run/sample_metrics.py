@@ -37,8 +37,8 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def data_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Of rows' own answers: tokens of prompts and answers, and of answers alone, which are what is
-    learned; `seconds`: from the step's begin to the end of its update."""
+    """The metrics of rows' own answers: tokens of prompts and answers, and of answers alone, which
+    are what is learned; `seconds`: from the step's begin to the end of its update."""
     tokens = sum(len(sample.token_ids) for sample in samples)
     answers = sum(len(sample.response_ids) for sample in samples)
     return {

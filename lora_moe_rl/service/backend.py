@@ -95,8 +95,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the service. `base_model`: the name that clients call the base by. `rank`: the largest.
-    `scores_whole`: whether engines have room for one token more than `max_length`."""
+    """What clients are told of the service. `base_model`: the name that they call the base by.
+    `rank`: the largest. `scores_whole`: whether engines have room for one token more than
+    `max_length`."""
 
     base_model: str
     tokenizer: str

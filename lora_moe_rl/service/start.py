@@ -36,8 +36,8 @@ MODELS = "models"  # of a service's directory: checkpoints, by model
 
 
 def config_of(target: str, settings: list[str], directory: Path) -> RunConfig:
-    """Of a recipe, a config file or a model, for a service that keeps its files in `directory`.
-    Raises ConfigError for settings that a service does not have."""
+    """The config of a recipe, a config file or a model, for a service that keeps its files in
+    `directory`. Raises ConfigError for settings that a service does not have."""
     is_file = target.endswith(SUFFIXES)
     given, unused = without_unused(load_config(target) if is_file else RunConfig(model=target))
     config = override(given, settings)

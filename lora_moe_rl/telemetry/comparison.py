@@ -125,7 +125,7 @@ def chosen(runs: Sequence[Run], wanted: Sequence[str]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Of settings that are not the same in all runs, the text of each; - where a run has none. Of a
+    """The text of each setting that is not the same in all runs, - where a run has none. Of a
     section that the user named, as a data set, and that some run has not, only what was set."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = {}

@@ -146,9 +146,9 @@ def _clock() -> Callable[[], float]:
 
 
 def idle(spans: Iterable[Span], begin: float, end: float, engines: int) -> dict[str, float]:
-    """Of the time from `begin` to `end`: the share in which the trainer neither updated nor
-    published nor wrote a checkpoint, and that in which an engine had no request for samples, the
-    mean over engines, if there are any."""
+    """The idle shares of the time from `begin` to `end`: that in which the trainer neither updated
+    nor published nor wrote a checkpoint, and that in which an engine had no request for samples,
+    the mean over engines, if there are any."""
     busy: dict[str, list[Span]] = {}
     for span in spans:
         if not span.waits:

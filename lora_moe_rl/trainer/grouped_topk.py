@@ -29,7 +29,7 @@ def group_limited_topk(
     *,
     group_members: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of scores `[T, E]`: (the best `topk` in the best `group_topk` of `num_groups` groups, their
+    """(The best `topk` of scores `[T, E]` in the best `group_topk` of `num_groups` groups, their
     expert ids), both `[T, topk]`. A group's score is the sum of its best `group_members`."""
     groups = scores.view(num_tokens, num_groups, num_experts // num_groups)
     members = min(group_members, groups.shape[-1])

@@ -90,9 +90,9 @@ class Meter:
                 self.sums[name] += value
 
     def add_metrics(self, metrics: Mapping[str, torch.Tensor], stands: torch.Tensor) -> None:
-        """Of the tokens of one micro-batch; all [T]. stands: int, how many times each token is in
-        the loss. Raises ValueError for other metrics than those declared: a rank without them would
-        wait for ever for the others."""
+        """Adds metrics of the tokens of one micro-batch; all [T]. stands: int, how many times each
+        token is in the loss. Raises ValueError for other metrics than those declared: a rank
+        without them would wait for ever for the others."""
         if set(metrics) != set(self.declared):
             raise ValueError(
                 f"the loss returned the metrics {sorted(metrics)}; its algorithm declares "

@@ -69,7 +69,7 @@ def near_rollout(worker, spec: AdapterSpec, inputs: Inputs) -> list[np.ndarray] 
 
 
 def every_case(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
-    """As a run computes them, in this layout."""
+    """The loss and gradient of each case as a run computes them, in this layout."""
     worker.set_adapter(random_adapter(spec, strength=STRENGTH))
     found = {}
     for name, case in inputs.cases.items():
@@ -269,7 +269,7 @@ def _set_critic(worker, spec: AdapterSpec, config: RunConfig) -> None:
 
 
 def _values(worker, spec: AdapterSpec, config: RunConfig, inputs: Inputs):
-    """Of the critic, float64 [R] of each sample, if there is one."""
+    """The critic's values, float64 [R] of each sample, if there is one."""
     _set_critic(worker, spec, config)
     if worker.engine.critic is None:
         return None
@@ -286,8 +286,8 @@ def _gradients(worker, config: RunConfig, algorithm: Algorithm, inputs: Inputs) 
 
 
 def _entropies(worker, inputs: Inputs) -> list[np.ndarray]:
-    """Of the adapter that is set: what each response token is sampled from, in nats, [R] of each
-    sample, with the routes that are replayed. On one rank."""
+    """The entropy of what each response token is sampled from, by the adapter that is set, in nats,
+    [R] of each sample, with the routes that are replayed. On one rank."""
     engine, batch, found = worker.engine, inputs.batch, {}
     routes = engine.routes(batch, (inputs.table,))
     with engine.watched_replay(batch, routes):

@@ -116,7 +116,7 @@ class Verification:
         yield Check("engine, largest |Δlogprob| without the adapter", effect, EFFECT, at_least=True)
 
     def _rank(self, model_dir: Path, batch: TrainBatch, table: RouteTable) -> Outcome:
-        """Of one rank on a base."""
+        """What one rank finds on a base."""
         config = with_settings(self.config, {"trainer": {"fp8_forward": "dequantise"}})
         job = (base_jobs.logprobs_and_gradients, self.adapter, batch, table)
         ((logprobs, shards),) = run_ranks(config, model_dir, *job, timeout_s=self.timeout_s)

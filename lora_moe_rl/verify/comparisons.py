@@ -41,14 +41,14 @@ def last(of: Sequence[np.ndarray], like: Sequence[np.ndarray]) -> list[np.ndarra
 
 
 def largest_scaled(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """As `scaled`, of the worst token. NaN where there is one."""
+    """The worst token's error, as `scaled`. NaN where there is one."""
     return float(np.max(scaled(got, expected)))
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Of many tokens' logprobs: the largest error, as `scaled`, and that which nine of ten keep
-    within. The largest is one sensitive token's, and so is most of a mean square."""
+    """How far many tokens' logprobs are off: the largest error, as `scaled`, and that which nine of
+    ten keep within. The largest is one sensitive token's, and so is most of a mean square."""
 
     worst: float
     most: float

@@ -39,5 +39,5 @@ class Forward:
 
 
 def allowed(tolerance: float, rounding: float) -> float:
-    """Of errors as `largest_scaled`."""
+    """The largest error that is allowed, as `largest_scaled` takes errors."""
     return max(tolerance, ROUNDING * rounding)

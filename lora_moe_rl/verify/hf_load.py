@@ -44,7 +44,7 @@ def load(model_dir: Path) -> torch.nn.Module:
 
 
 def load_whole(model_dir: Path) -> torch.nn.Module:
-    """As `load`; of a language model inside a larger one, that."""
+    """The model, as `load`; where a language model stands inside a larger one, the larger one."""
     (architecture,) = json.loads((Path(model_dir) / "config.json").read_text())["architectures"]
     if FAMILIES[architecture].inside is None:
         return load(model_dir)

@@ -38,7 +38,8 @@ def score(
     batch: TrainBatch,
     table: RouteTable,
 ) -> list[list[np.ndarray]]:
-    """By each adapter: logprobs of the samples' tokens after their prompts, on these routes."""
+    """The logprobs, by each adapter, of the samples' tokens after their prompts, on these
+    routes."""
     found = []
     for tensors in adapters:
         worker.set_adapter(tensors)

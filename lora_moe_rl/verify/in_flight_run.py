@@ -136,7 +136,7 @@ class Verification:
         return found
 
     def _scored_alone(self, folder: Path, found: dict[str, Sampled]) -> dict[str, list]:
-        """Of each way, by each adapter: logprobs [R] of the samples."""
+        """The logprobs [R] of the samples of each way, by each adapter."""
         alone: dict[str, list] = {way: [] for way in WAYS}
         with self._engine(folder, "alone", 1) as engine:
             engine.start()

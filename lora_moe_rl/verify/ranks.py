@@ -81,7 +81,7 @@ class Ranks(Processes):
 
 
 def free_address() -> str:
-    """Where rank 0 can be met: held for it, as are the last some before it."""
+    """An address where rank 0 can be met: held for it, as are the last some before it."""
     _HELD.append(reserve("127.0.0.1"))
     return f"127.0.0.1:{_HELD[-1].getsockname()[1]}"
 

@@ -278,7 +278,7 @@ def record(
 
 
 def tensor_parallel(config: RunConfig) -> RunConfig:
-    """That of the engine tp2."""
+    """The config of the engine tp2."""
     return with_settings(config, {"rollout": {"tp": 2}})
 
 

@@ -173,9 +173,9 @@ def _logits(gate: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Expected:
-    """Of the sequences of a group, with the recorded routes and with the other experts: logprobs
-    `[L - 1]` of each, in float64 and in float32. Where memory is too small for float64, both are
-    float32."""
+    """What is expected of the sequences of a group, with the recorded routes and with the other
+    experts: logprobs `[L - 1]` of each, in float64 and in float32. Where memory is too small for
+    float64, both are float32."""
 
     exact: tuple[list[np.ndarray], ...]
     single: tuple[list[np.ndarray], ...]

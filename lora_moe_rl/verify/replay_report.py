@@ -30,8 +30,8 @@ REPLAYS = "routes used; errors of logprobs; wrong routes noticed in tables shift
 
 
 def allowed(tolerance: float, rounding: Distance | None) -> Distance:
-    """Of logprobs. `rounding`: how far Hugging Face's own float32 is from float64 on the same
-    tokens, if known."""
+    """The largest distance of logprobs that is allowed. `rounding`: how far Hugging Face's own
+    float32 is from float64 on the same tokens, if known."""
     least = Distance(tolerance, MOST * tolerance)
     if rounding is None:
         return least
@@ -133,7 +133,7 @@ class ReplayRow:
 
     @property
     def least_moved(self) -> float:
-        """By a wrong table, of the worst token's logprob."""
+        """How far a wrong table has to move the worst token's logprob, at the least."""
         return FAULT * self.allowed["float64"].worst
 
     @property

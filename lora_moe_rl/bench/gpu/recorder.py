@@ -24,7 +24,7 @@ class Recorder:
         self._put({"running": self.case["name"]})
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Of a test's setup, call or teardown."""
+        """Called with the report of a test's setup, call or teardown."""
         self.case["seconds"] = round(self.case["seconds"] + report.duration, 3)
         if not report.passed and self.case["end"] != "failed":
             self.case |= {"end": report.outcome, "message": _message(report)}

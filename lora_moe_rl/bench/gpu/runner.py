@@ -153,7 +153,8 @@ def _words(process: psutil.Process) -> str:
 
 
 def _with_parts(outcome: Outcome, file: Path, log: Path) -> Outcome:
-    """With what the stage has written, and of one that did not pass what went wrong."""
+    """The outcome with what the stage has written, and, when it did not pass, with what went
+    wrong."""
     parts = read_json(file)
     if parts is None:
         if outcome["status"] == PASSED:

@@ -89,7 +89,7 @@ def put_parts(
 
 
 class WideEngine(RolloutEngine):
-    """Of a model without weights on disk."""
+    """An engine of a model without weights on disk."""
 
     def _engine_args(self, cpu: bool) -> dict[str, Any]:
         return super()._engine_args(cpu) | {"load_format": "dummy"}

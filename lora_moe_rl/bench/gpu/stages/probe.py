@@ -128,8 +128,9 @@ def grouped_mm(device: str) -> dict[str, float]:
 
 
 def attention(device: str) -> dict[str, dict[str, Any]]:
-    """Of each kind of attention, causal and, as behind shared prompts, with a mask: seconds forward
-    and backward by what torch chooses, and by each of its kernels alone; or why one cannot."""
+    """For each kind of attention, causal and, as behind shared prompts, with a mask: seconds
+    forward and backward by what torch chooses, and by each of its kernels alone; or why one
+    cannot."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     alone = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

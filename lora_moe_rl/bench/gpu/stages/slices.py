@@ -81,8 +81,8 @@ def measure(file: str, label: str, device: str) -> dict[str, Any]:
 
 
 def fitting(folder: Path, name: str, asked: int, recompute: str, device: str) -> Slice:
-    """With as many of the layers as the device has room for by the plan. Raises BenchmarkError when
-    that is none."""
+    """The slice with as many of the layers as the device has room for by the plan. Raises
+    BenchmarkError when that is none."""
     room = free_bytes(device) - LEFT_FREE
     needed = 0
     for fewer in range(asked, 0, -1):
@@ -99,7 +99,8 @@ def fitting(folder: Path, name: str, asked: int, recompute: str, device: str) ->
 
 
 def free_bytes(device: str) -> float:
-    """Of the GPU's memory. A CPU has no part in it: what is measured there is small."""
+    """The free bytes of the GPU's memory. A CPU has no part in it: what is measured there is
+    small."""
     import torch
 
     return torch.cuda.mem_get_info()[0] if device == "cuda" else math.inf
@@ -152,7 +153,7 @@ class Slice:
             yield self._speeds(work, tokens, seconds)
 
     def longest(self) -> list[tuple[str, float, int]]:
-        """Of an update; after `figures`."""
+        """The longest kernels of an update; after `figures`."""
         return longest(self.update, self.cuda)
 
     def _start(self):
@@ -225,8 +226,8 @@ class Slice:
 
 
 def tflop_s(work: Flops, tokens: int, seconds: dict[str, float]) -> dict[str, float]:
-    """By the planner's count. The update is a forward and a backward: nothing is asked for before
-    it."""
+    """TFLOP/s by the planner's count. The update is a forward and a backward: nothing is asked for
+    before it."""
     operations = {
         "update": work.train,
         "forward": work.forward,
