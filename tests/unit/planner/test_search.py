@@ -3,18 +3,27 @@
 import pytest
 
 from lora_moe_rl import cli
+from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.planner import hardware, layouts
+from lora_moe_rl.planner import hardware, layouts, published
 from lora_moe_rl.planner import search as searches
 from lora_moe_rl.planner.changes import search_of
-from lora_moe_rl.planner.plan import make
+from lora_moe_rl.planner.compute import Lengths
+from lora_moe_rl.planner.facts import find
+from lora_moe_rl.planner.hardware import GIB, Hardware
+from lora_moe_rl.planner.plan import Assumed, make
 from lora_moe_rl.planner.request import read
+from lora_moe_rl.planner.search import MARGIN, Search
 
 QWEN = ("--model", "qwen3-30b-a3b", "--gpus", "8")
 
 
 def best(*words: str, count: int = 8):
     return search_of(read(words)).best(count)
+
+
+def config_of(**sections) -> RunConfig:
+    return RunConfig.model_validate({"model": {"max_length": 4096}} | sections)
 
 
 SPLIT, COLOCATED = "placement.mode=split", "placement.mode=colocated"
@@ -158,3 +167,56 @@ def test_a_gpu_has_no_more_memory_than_its_driver_gives():
     assert hardware.GPUS["h100"].memory <= 79.1 < 81559 / 1024
     assert hardware.GPUS["h200"].memory <= 139.8 < 143771 / 1024
     assert hardware.GPUS["a100"].memory <= 79.1
+
+
+def test_engines_over_several_nodes_are_searched_for_where_none_fits_on_one():
+    facts = find("kimi-k2")
+    config = config_of(rollout={"gpu_memory_utilization": 0.9}, trainer={"recompute": "full"})
+    for memory, spread in ((80, True), (179, False)):
+        hardware = Hardware(96, gpu_memory=memory)
+        assumed = Assumed(hardware, "bf16", "fp8", Lengths(512, 512))
+        found = Search(facts, config, assumed).best(4)
+        assert found
+        for one in found:
+            rollout = one.config.rollout
+            assert (rollout.nodes > 1) == (rollout.dp > 1) == spread
+            assert rollout.ranks // rollout.nodes <= 8
+            if spread:
+                assert one.settings["rollout.nodes"] * 8 == one.settings["rollout.dp"]
+            assert make(facts, one.config, assumed).problems == []
+
+
+def test_the_search_proposes_what_fits():
+    facts = find("qwen3-30b-a3b")
+    config = config_of(rollout={"gpu_memory_utilization": 0.9})
+    assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 512))
+    proposals = Search(facts, config, assumed).best(5)
+    assert len(proposals) > 1
+    assert [p.seconds.step for p in proposals] == sorted(p.seconds.step for p in proposals)
+    for proposal in proposals:
+        result = make(facts, RunConfig.model_validate(proposal.config.model_dump()), assumed)
+        assert result.problems == []
+        assert result.heaviest.total <= 0.85 * 80 * GIB
+
+
+def test_what_a_proposal_leaves_free_is_what_the_plan_was_short_of():
+    memory = [row for row in published.rows() if row.what.endswith(("GB", "GiB"))]
+    assert len(memory) == 2
+    for row in memory:
+        assert row.predicted / row.published >= 1 - MARGIN
+
+
+def test_gpus_are_shared_whatever_share_an_engine_of_its_own_would_get():
+    facts = find("moonlight-16b-a3b")
+    assumed = Assumed(Hardware(1, "h200"), "bf16", "bf16", Lengths(512, 512))
+    config = config_of(rollout={"gpu_memory_utilization": 0.05})
+    assert [p.shared for p in Search(facts, config, assumed).best(2)] == [True]
+
+
+def test_a_dense_model_gets_no_engines_that_cut_experts():
+    facts = find("qwen3-8b")
+    assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 512))
+    search = Search(facts, config_of(), assumed)
+    assert not any(rollout.ep for rollout, _ in search.engines())
+    for proposal in search.best(8):
+        assert make(facts, proposal.config, assumed).problems == []
