@@ -82,50 +82,49 @@ def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
     )
 
 
-# Our module name -> (vLLM's module below model.layers.N, part, number of parts). The names of the
-# blocks of experts are their family's.
+# Our module name -> (vLLM's module below model.layers.N, part). The names of the blocks of
+# experts are their family's.
 _COMMON = {
-    "o_proj": ("{attention}.o_proj", 0, 1),
-    "mlp.gate": ("mlp.gate_up_proj", 0, 2),
-    "mlp.up": ("mlp.gate_up_proj", 1, 2),
-    "mlp.down": ("mlp.down_proj", 0, 1),
-    "experts.gate": ("{moe_block}.experts", 0, 3),
-    "experts.down": ("{moe_block}.experts", 1, 3),
-    "experts.up": ("{moe_block}.experts", 2, 3),
-    "shared_expert.gate": ("{moe_block}.{shared_expert}.gate_up_proj", 0, 2),
-    "shared_expert.up": ("{moe_block}.{shared_expert}.gate_up_proj", 1, 2),
-    "shared_expert.down": ("{moe_block}.{shared_expert}.down_proj", 0, 1),
+    "o_proj": ("{attention}.o_proj", 0),
+    "mlp.gate": ("mlp.gate_up_proj", 0),
+    "mlp.up": ("mlp.gate_up_proj", 1),
+    "mlp.down": ("mlp.down_proj", 0),
+    "experts.gate": ("{moe_block}.experts", 0),
+    "experts.down": ("{moe_block}.experts", 1),
+    "experts.up": ("{moe_block}.experts", 2),
+    "shared_expert.gate": ("{moe_block}.{shared_expert}.gate_up_proj", 0),
+    "shared_expert.up": ("{moe_block}.{shared_expert}.gate_up_proj", 1),
+    "shared_expert.down": ("{moe_block}.{shared_expert}.down_proj", 0),
 }
 _GQA = {
-    "q_proj": ("{attention}.qkv_proj", 0, 3),
-    "k_proj": ("{attention}.qkv_proj", 1, 3),
-    "v_proj": ("{attention}.qkv_proj", 2, 3),
+    "q_proj": ("{attention}.qkv_proj", 0),
+    "k_proj": ("{attention}.qkv_proj", 1),
+    "v_proj": ("{attention}.qkv_proj", 2),
 }
 _GATED_DELTA = {
-    "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0, 1),
-    "in_proj_ba": ("linear_attn.in_proj_ba", 0, 1),
-    "in_proj_qkv": ("linear_attn.in_proj_qkvz", 0, 4),  # and 1, 2: `served_slices`
-    "in_proj_z": ("linear_attn.in_proj_qkvz", 3, 4),
-    "in_proj_b": ("linear_attn.in_proj_ba", 0, 2),
-    "in_proj_a": ("linear_attn.in_proj_ba", 1, 2),
-    "out_proj": ("linear_attn.out_proj", 0, 1),
+    "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0),
+    "in_proj_ba": ("linear_attn.in_proj_ba", 0),
+    "in_proj_qkv": ("linear_attn.in_proj_qkvz", 0),  # and 1, 2: `served_slices`
+    "in_proj_z": ("linear_attn.in_proj_qkvz", 3),
+    "in_proj_b": ("linear_attn.in_proj_ba", 0),
+    "in_proj_a": ("linear_attn.in_proj_ba", 1),
+    "out_proj": ("linear_attn.out_proj", 0),
 }
 _MLA = {
-    "q_a_proj": ("self_attn.fused_qkv_a_proj", 0, 2),
-    "kv_a_proj": ("self_attn.fused_qkv_a_proj", 1, 2),
-    "q_b_proj": ("self_attn.q_b_proj", 0, 1),
-    "kv_b_proj": ("self_attn.kv_b_proj", 0, 1),
+    "q_a_proj": ("self_attn.fused_qkv_a_proj", 0),
+    "kv_a_proj": ("self_attn.fused_qkv_a_proj", 1),
+    "q_b_proj": ("self_attn.q_b_proj", 0),
+    "kv_b_proj": ("self_attn.kv_b_proj", 0),
 }
 _MLA_FULL_Q = {
-    "q_proj": ("self_attn.q_proj", 0, 1),
-    "kv_a_proj": ("self_attn.kv_a_proj_with_mqa", 0, 1),
-    "kv_b_proj": ("self_attn.kv_b_proj", 0, 1),
+    "q_proj": ("self_attn.q_proj", 0),
+    "kv_a_proj": ("self_attn.kv_a_proj_with_mqa", 0),
+    "kv_b_proj": ("self_attn.kv_b_proj", 0),
 }
 
 
-def served_module(shape: ModelShape, site: Site) -> tuple[str, int, int]:
-    """(vLLM's module, part, number of parts) of a site; of one that has several parts, the first of
-    them."""
+def served_module(shape: ModelShape, site: Site) -> tuple[str, int]:
+    """(vLLM's module, part) of a site; of one that has several parts, the first of them."""
     return _module(shape, site.layer, site.module)
 
 
@@ -143,7 +142,7 @@ def served_slices(
 def served_parts(shape: ModelShape, site: Site) -> tuple[str, tuple[int, ...]]:
     """(vLLM's module, the parts of it that are a site's). Each block of a linear is a part, with an
     A of its own: all of them hold the site's."""
-    module, part, _ = served_module(shape, site)
+    module, part = served_module(shape, site)
     return module, tuple(range(part, part + max(1, len(site.blocks))))
 
 
@@ -151,21 +150,21 @@ def fused_parts(shape: ModelShape, layer: int) -> dict[str, list[str]]:
     """`{vLLM's module: our modules that it fuses, in the order of its parts}` of a layer."""
     parts: dict[str, list[tuple[int, str]]] = {}
     for module in shape.modules(layer):
-        path, part, _ = _module(shape, layer, module)
+        path, part = _module(shape, layer, module)
         parts.setdefault(path, []).append((part, module))
     return {path: [module for _, module in sorted(found)] for path, found in parts.items()}
 
 
-def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int, int]:
+def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int]:
     family = shape.family
     if family.attention == "mla":
         attention = _MLA if shape.dims["q_lora_rank"] else _MLA_FULL_Q
     else:
         attention = _GQA | _GATED_DELTA
-    suffix, part, parts = (_COMMON | attention)[module]
+    suffix, part = (_COMMON | attention)[module]
     suffix = suffix.format(
         attention=family.served_attention,
         moe_block=family.moe_block,
         shared_expert=family.shared_expert,
     )
-    return f"model.layers.{layer}.{suffix}", part, parts
+    return f"model.layers.{layer}.{suffix}", part
