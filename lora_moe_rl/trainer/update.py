@@ -89,8 +89,8 @@ def update(engine: TrainingEngine, batch: TrainBatch, parts: Sequence[Sent]) -> 
     if engine.critic is not None:
         metrics |= engine.critic.metrics(of_critic, meter)
     if engine.on_host is not None:
-        seconds, moved = engine.on_host.taken()
-        metrics |= {"offload/seconds": seconds, "offload/moved": moved / 2**30}
+        seconds, nbytes = engine.on_host.taken()
+        metrics |= {"offload/seconds": seconds, "offload/moved": nbytes / 2**30}
     if not config.offline:
         metrics |= disagreement | replay_metrics(engine, batch, routes, meter)
     (peak_gib,) = meter.all_reduce([peak.gib()], dist.ReduceOp.MAX)
