@@ -83,7 +83,8 @@ class Form:
         if name.startswith(VLLM):
             from lora_moe_rl.environments.parts import vllm_calls
 
-            return cls("", vllm_calls.reader(name.removeprefix(VLLM), tokenizer), special=True)
+            read = vllm_calls.reader(name.removeprefix(VLLM), tokenizer)
+            return cls("Call them as you were trained to.", read, special=True)
         if is_own(name):
             function = load_function(name)
             how = (function.__doc__ or "").strip()

@@ -131,6 +131,52 @@ def test_in_a_chat_the_answer_stands_where_the_template_has_it(make):
     assert TOKENIZER.decode(group.samples[0].segments[2].token_ids) == "\ntool: 3\nassistant: "
 
 
+MARKS = [
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+]
+KIMI = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class InTokens(Speaker):
+    """Says texts in a tokenizer's tokens, special ones too, which its text has not."""
+
+    def __init__(self, tokenizer, *texts: str):
+        super().__init__(*texts)
+        self.written = [[*tokenizer.encode(t, add_special_tokens=False), EOS] for t in texts]
+
+
+def test_a_model_calls_in_the_form_that_it_was_trained_in(make):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = KIMI
+    section, ends, call, arguments, called = MARKS
+
+    def turn(number: int, a: int, b: int) -> str:
+        written = f'{call}functions.add:{number}{arguments}{{"a": {a}, "b": {b}}}{called}'
+        return f"So:{section}{written}{ends}"
+
+    environment = make(tokenizer=tokenizer, calls="vllm:kimi_k2", max_length=999, response=900)
+    asked = Prompt(0, [{"role": "user", "content": "1+2+3?"}], list(b"?"))
+    policy = InTokens(tokenizer, turn(0, 1, 2), turn(1, 3, 3), "6")
+    group = roll(environment, policy, asked)
+    (sample,) = group.samples
+    assert counted(group) == {"done": 1, "turns": 3, "tool_calls": 2}
+    told = [tokenizer.decode(s.token_ids) for s in sample.segments if s.author == "tool"]
+    assert told == [
+        "<tool>## Return of functions.add:0\n3<eos><assistant>",
+        "<tool>## Return of functions.add:1\n6<eos><assistant>",
+    ]
+    assert [m.get("tool_call_id") for m in sample.messages if m["role"] == "tool"] == [
+        "functions.add:0", "functions.add:1",
+    ]  # fmt: skip
+    assert group.rewards.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("texts", "settings", "counts"),
     [
