@@ -76,7 +76,8 @@ def call(rewards: RewardRunner, row: Row, config: SourceConfig, max_failed: floa
 
 
 def without_answers(rows: Sequence[Row], config: SourceConfig) -> str:
-    """A warning of rows of a data set that have no answer where others have one; '' for none."""
+    """A warning of rows of a data set that have no answer where others have one, or where the
+    column is there; '' for none."""
     key = config.answer_key
     columns = ANSWER_COLUMNS if key is None else (key,)
     without = [
@@ -84,7 +85,8 @@ def without_answers(rows: Sequence[Row], config: SourceConfig) -> str:
         for place, values in rows
         if isinstance(values, dict) and all(value_in(values, one) is None for one in columns)
     ]
-    if not without or len(without) == len(rows):
+    named = any(one in values for _, values in rows if isinstance(values, dict) for one in columns)
+    if not without or (len(without) == len(rows) and not named):
         return ""
     return (
         f"{len(without):,} of {len(rows):,} rows have no answer ({without[0]} is the first): the "

@@ -163,6 +163,14 @@ def test_rows_without_an_answer_among_others_are_told(check, tmp_path):
     assert "rows.jsonl, line 4 is the first): the reward is given None" in found["reward"][1]
 
 
+@pytest.mark.parametrize("answer", [{}, {"answer": None}], ids=["no column", "null"])
+def test_answers_that_are_all_null_are_told_and_none_are_not(answer, check, tmp_path):
+    rows = [{"prompt": f"{i}+1="} | answer for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, found, _ = check("data.limit=8")
+    assert ("8 of 8 rows have no answer (" in found["reward"][1]) == bool(answer)
+
+
 def test_held_out_rows_that_are_left_out_are_told(check, tmp_path):
     rows = [{"prompt": "1+" * (i % 2) * 300 + "1=", "answer": "1", "rate": i} for i in range(6)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
