@@ -31,7 +31,7 @@ from lora_moe_rl.config.section import LONGEST_WAIT_S, is_set
 from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
-from lora_moe_rl.environments.parts.tool_calls import HOW
+from lora_moe_rl.environments.parts.tool_calls import is_own
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import absolute_spec
 from lora_moe_rl.files.jsonl import finite
@@ -77,7 +77,8 @@ class External(Environment):
         calls: str = Field(
             "json",
             description="How the model writes a call of a tool that the agent has told it of: json "
-            "in <tool_call>, python, or a form of your own, file.py:function.",
+            "in <tool_call>, python, vllm:NAME (by that parser of vLLM's), or a form of your own, "
+            "file.py:function.",
         )
         host: str = Field("127.0.0.1", description="The address that the endpoint listens on.")
         port: int = Field(0, ge=0, lt=65536, description="Its port; 0: any that is free.")
@@ -106,7 +107,7 @@ class External(Environment):
             return self
 
         def absolute(self) -> dict[str, Any]:
-            return {} if self.calls in HOW else {"calls": absolute_spec(self.calls)}
+            return {"calls": absolute_spec(self.calls)} if is_own(self.calls) else {}
 
     rewards_itself = True
     bounds_sets = False  # agents ask one server, of the run

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lora_moe_rl.endpoint.rendering import Chats
+from lora_moe_rl.environments.external import External
 from lora_moe_rl.environments.parts.tool_calls import Call, Form, ParseError
+from lora_moe_rl.environments.tools import Tools
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
@@ -84,6 +87,22 @@ def test_a_call_is_what_vllms_server_reads(name):
     for answer in ("It is 7.", ""):
         assert form.read(answer, SCHEMAS)[1] == []
     assert form.read(whole.partition("</think>")[0], SCHEMAS)[1] == []
+
+
+def test_clients_get_a_call_under_the_id_that_the_model_gave_it():
+    special, written = TURNS["kimi_k2"]
+    made = tokenizer(special)
+    token_ids = made.encode(written, add_special_tokens=False)
+    said, calls = Chats(made, "vllm:kimi_k2").calls_in("I add.", token_ids, SCHEMAS)
+    function = {"name": "add", "arguments": '{"a": 3, "b": "x"}'}
+    assert said == "I add."
+    assert calls == [{"id": "functions.add:0", "type": "function", "function": function}]
+    assert Chats(made, "vllm:kimi_k2").calls_in("I add.", token_ids, []) == ("I add.", [])
+
+
+@pytest.mark.parametrize("settings", [Tools.Settings, External.Settings])
+def test_it_is_no_file_whose_place_is_looked_for(settings):
+    assert "calls" not in settings.model_construct(calls="vllm:kimi_k2").absolute()
 
 
 def test_two_calls_stay_in_order():
