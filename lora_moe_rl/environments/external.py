@@ -31,9 +31,8 @@ from lora_moe_rl.config.section import LONGEST_WAIT_S, is_set
 from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
-from lora_moe_rl.environments.parts.tool_calls import is_own
+from lora_moe_rl.environments.parts.tool_calls import absolute_calls
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files.importing import absolute_spec
 from lora_moe_rl.files.jsonl import finite
 from lora_moe_rl.ports import Policy, Rewards
 from lora_moe_rl.rewards.by_set import NoRewards
@@ -107,7 +106,7 @@ class External(Environment):
             return self
 
         def absolute(self) -> dict[str, Any]:
-            return {"calls": absolute_spec(self.calls)} if is_own(self.calls) else {}
+            return absolute_calls(self.calls)
 
     rewards_itself = True
     bounds_sets = False  # agents ask one server, of the run

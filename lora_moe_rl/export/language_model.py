@@ -46,7 +46,6 @@ def write(model: Path, out: Path | str, say: Callable[[str], None]) -> MergeRepo
         names = _names((entry.name for entry in base.entries()), larger, model)
         report = write_part(base, names, new, out, own, say)
     check_model_dir(Path(out))
-    report.changed_tensors = len(names)
     return report
 
 

@@ -133,7 +133,7 @@ def write_part(
     raised."""
     shards = plan_renamed(base, names)
     planned = _Planned(base, shards, None, BASES_OWN, config, own)
-    return _write(planned, MergeReport(Path(out_dir), len(shards)), say)
+    return _write(planned, MergeReport(Path(out_dir), len(shards), 0, len(names)), say)
 
 
 @dataclass(frozen=True)

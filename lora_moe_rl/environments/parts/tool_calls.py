@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.files.importing import absolute_spec, load_function
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HOW = {
@@ -36,6 +36,11 @@ VLLM = "vllm:"
 def is_own(name: str) -> bool:
     """Whether it names a function, file.py:function."""
     return ":" in name and not name.startswith(VLLM)
+
+
+def absolute_calls(name: str) -> dict[str, str]:
+    """What of `environment.calls` is a place in files, as it is from any directory."""
+    return {"calls": absolute_spec(name)} if is_own(name) else {}
 
 
 class ParseError(Exception):

@@ -25,8 +25,8 @@ from lora_moe_rl.environments.parts.tool_calls import (
     Call,
     Form,
     ParseError,
+    absolute_calls,
     arguments_of,
-    is_own,
 )
 from lora_moe_rl.files.importing import absolute_spec
 
@@ -73,10 +73,8 @@ class ToolSettings(EnvironmentConfig):
     )
 
     def absolute(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"tools": [absolute_spec(tool) for tool in self.tools]}
-        if is_own(self.calls):
-            found["calls"] = absolute_spec(self.calls)
-        return found
+        tools = [absolute_spec(tool) for tool in self.tools]
+        return {"tools": tools, **absolute_calls(self.calls)}
 
 
 class ToolTalk:
