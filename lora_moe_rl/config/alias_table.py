@@ -212,6 +212,7 @@ ALIASES = (
     Alias(("enable_prefix_caching",), "rollout.prefix_caching"),
     Alias(("max_num_batched_tokens", "enable_chunked_prefill"), "rollout.engine_args",
           "as rollout.engine_args.NAME"),
+    Alias(("speculative_config",), "rollout.engine_args", "as rollout.engine_args.NAME"),
     Alias(("vllm_gpu_memory_utilization", "gpu_memory_utilization",
            "sglang_mem_fraction_static", "mem_fraction_static"),
           "rollout.gpu_memory_utilization"),

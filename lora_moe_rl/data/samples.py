@@ -78,7 +78,9 @@ class Segment:
 
     token_ids: int32. mask: bool, True for a token that may be in the loss. logprobs: float32, of
     the sampling distribution (temperature applied), 0 for a token that was not sampled. versions:
-    int32, the adapter version that sampled the token, or NOT_SAMPLED.
+    int32, the adapter version that sampled the token, or NOT_SAMPLED. drafts: how many tokens were
+    guessed while it was sampled, and how many of them taken; None where nothing guesses, or nobody
+    told.
     """
 
     author: Author
@@ -86,12 +88,14 @@ class Segment:
     mask: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    drafts: tuple[int, int] | None = None
 
     def __reduce__(self):
         """Pickles a segment as bytes: Ray would hand each array on as a buffer of its own, four to
         a segment, which takes ten times as long for a short sample."""
         streams = (np.asarray(getattr(self, name), dtype) for name, dtype in STREAMS.items())
-        return _segment, (self.author, *(stream.tobytes() for stream in streams))
+        parts = (stream.tobytes() for stream in streams)
+        return _segment, (self.author, self.drafts, *parts)
 
     @classmethod
     def given(cls, author: Author, token_ids: Sequence[int] | np.ndarray) -> Segment:
@@ -107,7 +111,11 @@ class Segment:
 
     @classmethod
     def sampled(
-        cls, token_ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, version: int
+        cls,
+        token_ids: Sequence[int] | np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        drafts: tuple[int, int] | None = None,
     ) -> Segment:
         """Tokens that the policy sampled at adapter `version`, all of them in the loss."""
         n = len(token_ids)
@@ -117,6 +125,7 @@ class Segment:
             np.ones(n, dtype=bool),
             np.asarray(logprobs, dtype=np.float32),
             np.full(n, version, dtype=np.int32),
+            drafts,
         )
 
     @classmethod
@@ -126,9 +135,9 @@ class Segment:
         return replace(cls.given("data", token_ids), mask=np.ones(n, dtype=bool))
 
 
-def _segment(author: Author, *streams: bytes) -> Segment:
+def _segment(author: Author, drafts: tuple[int, int] | None, *streams: bytes) -> Segment:
     """The segment whose arrays have these bytes. They cannot be written to."""
-    return Segment(author, *map(np.frombuffer, streams, STREAMS.values()))
+    return Segment(author, *map(np.frombuffer, streams, STREAMS.values()), drafts)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class RouteRecorder:
         if not runner.vllm_config.cache_config.enable_prefix_caching:
             self.connector._buffer = _buffer_of_all_tokens(runner, self.connector._buffer)
         self.pending: PendingAuxOutput | None = None
+        self.drafts: np.ndarray | None = None
 
     def begin(self, scheduler_output) -> None:
         self.connector.begin_step(scheduler_output.aux_output_connector_metadata)
@@ -58,6 +59,8 @@ class RouteRecorder:
         batch = self.runner.input_batch
         requests = list(batch.req_ids)
         counts = [scheduler_output.num_scheduled_tokens[request] for request in requests]
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        self.drafts = np.array([len(drafted.get(request, ())) for request in requests])
         self.pending = self.connector.prepare_output(
             SimpleNamespace(
                 req_ids=requests,
@@ -74,7 +77,9 @@ class RouteRecorder:
         requests = pending.request_ids
         assert list(output.req_ids[: len(requests)]) == requests, "the batch order has changed"
         sampled = [len(tokens) for tokens in output.sampled_token_ids] or [0] * len(requests)
-        pending.enqueue_cpu_copy(np.asarray(sampled), np.zeros(len(requests), dtype=np.int64))
+        # Of a draft of k tokens those that were taken are sampled, and one more.
+        rejected = np.where(self.drafts > 0, self.drafts + 1 - np.asarray(sampled), 0)
+        pending.enqueue_cpu_copy(np.asarray(sampled), rejected)
         output.aux_output_connector_output = pending.process_output()
         return output
 
@@ -127,9 +132,8 @@ def _verify(self) -> None:
     view = SimpleNamespace(**vars(self))
     view.use_v2_model_runner = True
     view.cache_config = SimpleNamespace(enable_prefix_caching=True)
-    stock_verify(view)
-    if self.speculative_config is not None:
-        raise ValueError(f"{WHO} does not know speculative decoding")
+    if view.model_config.runner_type != "draft":  # a draft model's routes are nobody's
+        stock_verify(view)
 
 
 def install() -> None:

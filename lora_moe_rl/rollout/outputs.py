@@ -207,9 +207,19 @@ def _sample(
                 f"vLLM answered with {len(piece.output.token_ids)} tokens and the logprobs of "
                 f"{len(logprobs)} (adapter version {piece.version})"
             )
-        segments.append(Segment.sampled(piece.output.token_ids, logprobs, piece.version))
+        drafts = _drafts(piece.output)
+        segments.append(Segment.sampled(piece.output.token_ids, logprobs, piece.version, drafts))
     reason = pieces[-1].output.finish_reason
     return Sample(tuple(segments), reason, text, splits=splits, prompt_routes=prompt_routes)
+
+
+def _drafts(output: Any) -> tuple[int, int] | None:
+    """Guessed tokens, and those of them that were taken, where vLLM tells: not of a request that
+    was ended from outside."""
+    told = output.spec_decode_metrics
+    if told is None:
+        return None
+    return told.num_draft_tokens, sum(taken * times for taken, times in enumerate(told.histogram))
 
 
 def route_pieces(shape: ModelShape, trainer: TrainerConfig) -> list[tuple[int, ...]]:

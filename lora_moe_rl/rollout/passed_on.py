@@ -61,7 +61,8 @@ FIXED = {
     ),
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "scheduler_cls", "additional_config", "lora_dtype",
-         "weight_transfer_config", "load_format", "model_loader_extra_config", "disable_log_stats"),
+         "weight_transfer_config", "load_format", "model_loader_extra_config", "disable_log_stats",
+         "per_request_spec_decode_metrics"),
         "how adapters get into an engine, and samples out of it",
     ),
     **dict.fromkeys(

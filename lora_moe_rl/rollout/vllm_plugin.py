@@ -1,10 +1,11 @@
 """vLLM's entry point `vllm.general_plugins`: runs in every vLLM process before anything else.
 
 It does nothing unless the process belongs to one of our engines. There `gathered_outputs` and
-`gathered_requests` spare what streaming costs, and a message a request. Where an engine's experts
+`gathered_requests` spare what streaming costs, and a message a request; `one_by_one` lets stop
+strings end a sample where several tokens are sampled at once. Where an engine's experts
 are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. `left_out` passes
 over weights of a checkpoint that are not the language model's. Its GPU build needs
-no other mend; its CPU build lacks eleven things, each mended in a file of its own:
+no other mend; its CPU build lacks twelve things, each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_delta    gated DeltaNet in float32
@@ -13,6 +14,7 @@ no other mend; its CPU build lacks eleven things, each mended in a file of its o
     cpu_mxfp4    LoRA on routed experts that are MXFP4
     cpu_fp8      FP8 bases, with LoRA
     cpu_routes   recording of router decisions
+    cpu_drafts   each request's temperature for the tokens that are proposed
     cpu_cache    giving the cache of keys and values back
     cpu_router   sigmoid scores without groups of experts
     cpu_dp       experts over data-parallel ranks
@@ -38,10 +40,11 @@ def register() -> None:
     keep_no_semaphore()
     from vllm.platforms import current_platform
 
-    from lora_moe_rl.rollout import gathered_outputs, gathered_requests
+    from lora_moe_rl.rollout import gathered_outputs, gathered_requests, one_by_one
 
     gathered_outputs.install()
     gathered_requests.install()
+    one_by_one.install()
     if os.environ.get(RANKS_VARIABLE, "1") != "1":
         from lora_moe_rl.rollout import dp_lora
 
@@ -61,6 +64,7 @@ def register() -> None:
         cpu_cache,
         cpu_delta,
         cpu_dp,
+        cpu_drafts,
         cpu_experts,
         cpu_fp8,
         cpu_int4,
@@ -78,6 +82,7 @@ def register() -> None:
     cpu_mxfp4.install()
     cpu_fp8.install()
     cpu_routes.install()
+    cpu_drafts.install()
     cpu_cache.install()
     cpu_router.install()
     cpu_dp.install()

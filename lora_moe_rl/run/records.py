@@ -33,6 +33,7 @@ from lora_moe_rl.run.sample_metrics import (
     age_metrics,
     continued_metrics,
     data_metrics,
+    draft_metrics,
     environment_metrics,
     rollout_metrics,
 )
@@ -239,6 +240,7 @@ class Records:
         """What is recorded of how the step's samples came to be."""
         sampled_in = "total" if self.config.schedule.lag else "rollout"
         record = rollout_metrics(facts.samples, clock.seconds[sampled_in])
+        record |= draft_metrics(facts.samples)
         record |= age_metrics(facts.samples, facts.version)
         if self.config.schedule.in_flight == "continue":
             record |= continued_metrics(facts.samples)

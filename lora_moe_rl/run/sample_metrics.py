@@ -25,6 +25,21 @@ def rollout_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
     }
 
 
+def draft_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of speculative decoding: how many of the guessed tokens were taken, and tokens that a forward
+    sampled, over what engines told of. Nothing where nobody guessed."""
+    told = [(one, one.drafts) for sample in samples for one in sample.segments]
+    pairs = [(len(one.token_ids), drafts) for one, drafts in told if drafts is not None]
+    if not pairs:
+        return {}
+    tokens = sum(length for length, _ in pairs)
+    guessed, taken = (sum(drafts[i] for _, drafts in pairs) for i in (0, 1))
+    return {
+        "rollout/draft_acceptance": taken / guessed if guessed else math.nan,
+        "rollout/tokens_per_forward": tokens / max(tokens - taken, 1),
+    }
+
+
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What an environment counted, over all conversations of the step; nothing of one that counts
     nothing."""

@@ -141,6 +141,8 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("rollout/tokens_per_second", "tokens/s", "up", "sampled tokens a second of rollout; of the whole step with schedule.lag", "", ""),
     ("rollout/truncated", "share of samples", "down", "samples that were cut off", "response_length/clip_ratio", "completions/clipped_ratio"),
     ("rollout/response_length", "tokens", "", "mean of all that follows the prompt", "response_length/mean", "completions/mean_length"),
+    ("rollout/draft_acceptance", "share of tokens", "up", "with rollout.engine_args.speculative_config: guessed tokens that were taken", "", ""),
+    ("rollout/tokens_per_forward", "tokens", "up", "likewise: tokens that a forward of an engine sampled for one sample, mean; 1 where nothing is guessed right", "", ""),
     ("rollout/age_oldest", "versions", "down", "how much older than the updated version the oldest token is", "", ""),
     ("rollout/age_newest", "versions", "", "the same of the newest token", "", ""),
     ("rollout/age_mean", "versions", "down", "the same, mean over tokens", "", ""),

@@ -155,7 +155,9 @@ class EngineUnderTest:
             self.model.load_state_dict(saved)
 
 
-def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
+def reference(
+    model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int], temperature: float = 1.0
+):
     """Hugging Face's logprobs `[L - 1]` and sorted routes `[L - 1, moe_layers, top_k]`; of a dense
     model there are none."""
     routes: dict[int, torch.Tensor] = {}
@@ -167,7 +169,7 @@ def reference(model: torch.nn.Module, spec: AdapterSpec, token_ids: list[int]):
     ]
     try:
         with torch.no_grad():
-            logits = model(torch.tensor([token_ids])).logits[0, :-1]
+            logits = model(torch.tensor([token_ids])).logits[0, :-1] / temperature
     finally:
         for hook in hooks:
             hook.remove()
