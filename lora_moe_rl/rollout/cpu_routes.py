@@ -27,13 +27,13 @@ from vllm.distributed.aux_output_connector.worker import (
 )
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from lora_moe_rl.rollout import draft_config
 from lora_moe_rl.upstream.checks import require_attributes, require_parameters, require_version
 
 WHO = "lora_moe_rl/rollout/cpu_routes.py"
 
 stock_execute_model = CPUModelRunner.execute_model
 stock_sample_tokens = CPUModelRunner.sample_tokens
-stock_verify = VllmConfig._verify_aux_output_compatibility
 
 
 class RouteRecorder:
@@ -132,8 +132,7 @@ def _verify(self) -> None:
     view = SimpleNamespace(**vars(self))
     view.use_v2_model_runner = True
     view.cache_config = SimpleNamespace(enable_prefix_caching=True)
-    if view.model_config.runner_type != "draft":  # a draft model's routes are nobody's
-        stock_verify(view)
+    draft_config.verify(view)
 
 
 def install() -> None:

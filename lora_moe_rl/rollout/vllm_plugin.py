@@ -40,11 +40,17 @@ def register() -> None:
     keep_no_semaphore()
     from vllm.platforms import current_platform
 
-    from lora_moe_rl.rollout import gathered_outputs, gathered_requests, one_by_one
+    from lora_moe_rl.rollout import (
+        draft_config,
+        gathered_outputs,
+        gathered_requests,
+        one_by_one,
+    )
 
     gathered_outputs.install()
     gathered_requests.install()
     one_by_one.install()
+    draft_config.install()
     if os.environ.get(RANKS_VARIABLE, "1") != "1":
         from lora_moe_rl.rollout import dp_lora
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import ray
 import torch
 from cli_run import RECIPE, CliRun
 from engine_fixtures import EngineUnderTest, reference, save_random_model, start_engine
+from safetensors.torch import load_file, save_file
 
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -23,21 +25,47 @@ FROM_TOKENS = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1
 }  # fmt: skip
 OF_THE_BASE = {"method": "draft_model", "num_speculative_tokens": 2}
+OF_ITS_LAYER = {"method": "mtp", "num_speculative_tokens": 1}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe-ngram", "deepseek_v3-draft_model"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
 def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
-    """Guesses from the tokens so far, or by the base, whose guesses of the policy are good."""
-    name, method = request.param.split("-")
-    folder = tmp_path_factory.mktemp(name)
-    model = save_random_model(name, folder)
-    guesses = FROM_TOKENS if method == "ngram" else OF_THE_BASE | {"model": str(folder)}
+    """Guesses by the base, of all of which it would have said itself, or by a prediction layer."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_random_model(request.param, folder)
+    guesses = OF_THE_BASE | {"model": str(folder)}
+    if request.param == "deepseek_v3":
+        guesses = OF_ITS_LAYER
+        add_prediction_layer(folder)
     rollout = {
         "max_response_tokens": 40, "temperature": TEMPERATURE,
         "engine_args": {"speculative_config": guesses},
     }  # fmt: skip
     with start_engine(model, folder, rollout=rollout) as running:
         yield running
+
+
+def add_prediction_layer(folder: Path) -> None:
+    """As DeepSeek-V3 has one: here it does with the last hidden state what the last layer did."""
+    config = json.loads((folder / "config.json").read_text())
+    layers, size = config["num_hidden_layers"], config["hidden_size"]
+    base = load_file(folder / "model.safetensors")
+    last, more = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    tensors = {
+        more + name.removeprefix(last): value
+        for name, value in base.items()
+        if name.startswith(last)
+    }
+    tensors |= {
+        more + "enorm.weight": torch.ones(size),
+        more + "hnorm.weight": torch.ones(size),
+        more + "eh_proj.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+        more + "embed_tokens.weight": base["model.embed_tokens.weight"],
+        more + "shared_head.norm.weight": base["model.norm.weight"],
+        more + "shared_head.head.weight": base["lm_head.weight"],
+    }
+    save_file({name: value.clone() for name, value in tensors.items()}, folder / "more.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 def prompts_that_repeat(seed: int) -> list[list[int]]:
