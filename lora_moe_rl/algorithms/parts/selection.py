@@ -16,6 +16,10 @@ from lora_moe_rl.config.plugins import PARTS
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig
 
+# What is no further apart is equal but for float32's rounding, as the entropies of the first tokens
+# of a group, which follow the same prompt: a layout must not part them.
+ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class StepTokens:
@@ -63,10 +67,12 @@ def share_of(number: int, share: float) -> int:
 
 
 def largest(values: np.ndarray, number: int, lots: np.ndarray) -> np.ndarray:
-    """bool [N]: the `number` largest; of equal ones those of the smallest lots."""
-    chosen = np.zeros(len(values), bool)
-    chosen[np.lexsort((lots, -values))[:number]] = True
-    return chosen
+    """bool [N]: the `number` largest; of those that equal the smallest of them the ones of the
+    smallest lots."""
+    smallest = np.partition(values, -number)[-number]
+    above = values > smallest + ROUNDING
+    equal = np.abs(values - smallest) <= ROUNDING
+    return above | drawn(equal, number - int(above.sum()), lots)
 
 
 def drawn(candidates: np.ndarray, number: int, lots: np.ndarray) -> np.ndarray:
@@ -78,12 +84,13 @@ def drawn(candidates: np.ndarray, number: int, lots: np.ndarray) -> np.ndarray:
 
 
 def of_high_entropy(tokens: StepTokens, quantile: float) -> Selection:
-    """The tokens whose entropy is that of the upper `quantile` or more. The threshold lies between
-    two entropies where none is at the place (TRL's rule, torch.quantile)."""
+    """The tokens whose entropy is that of the upper `quantile` or more, or equals it. The threshold
+    lies between two entropies where none is at the place (TRL's rule, torch.quantile)."""
     if tokens.entropy is None:
         raise ValueError("algorithm.top_entropy_quantile wants the tokens' entropy; it is missing")
     threshold = float(np.quantile(tokens.entropy, 1 - quantile))
-    return Selection(tokens.entropy >= threshold, {"entropy_threshold": threshold})
+    chosen = tokens.entropy >= threshold - ROUNDING
+    return Selection(chosen, {"entropy_threshold": threshold})
 
 
 def check_selection(settings: PolicyGradientConfig) -> None:

@@ -11,7 +11,7 @@ import torch
 from packed_tokens import tokens_of
 
 from lora_moe_rl import algorithms
-from lora_moe_rl.algorithms.parts.selection import StepTokens, covariances, drawn, lots_of
+from lora_moe_rl.algorithms.parts.selection import StepTokens, covariances, drawn, largest, lots_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.errors import ConfigError
@@ -115,6 +115,24 @@ def test_tokens_of_the_highest_entropy_are_learned_from(quantile, threshold, cho
     found = made(f"{HIGH}={quantile}").select(step)
     assert found.metrics == {"entropy_threshold": pytest.approx(threshold)}
     assert np.flatnonzero(found.tokens).tolist() == chosen
+
+
+def test_rounding_parts_no_tokens_of_one_entropy():
+    """The first tokens of a group follow the same prompt: the threshold is that of all of them,
+    whatever the last bits that a layout gives each."""
+    rounded = 1.25 + np.array([0.0, 2, -3, 1, -1, 3, 0, -2]) * 2**-22
+    step = step_of(np.zeros(12), np.zeros(12), entropy=[*rounded, 0.0, 1.2499, 1.2501, 2.0])
+    found = made(f"{HIGH}=0.5").select(step)
+    assert np.flatnonzero(found.tokens).tolist() == [*range(8), 10, 11]
+
+
+def test_of_covariances_that_rounding_parts_those_of_the_smallest_lots_are_penalised():
+    tails = np.array([0.0, 2, -3, 1]) * 2**-22
+    values = np.array([*(0.5 + tails), 0.6, 0.4])
+    for lots, chosen in (([3, 1, 2, 4, 9, 0], [1, 2, 4]), ([1, 2, 4, 3, 9, 0], [0, 1, 4])):
+        found = largest(values, 3, np.array(lots) / 10)
+        assert np.flatnonzero(found).tolist() == chosen
+    assert largest(values, 6, np.zeros(6)).all()
 
 
 def test_lots_are_the_same_for_the_same_token_whatever_else_there_is():
