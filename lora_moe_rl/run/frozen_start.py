@@ -24,6 +24,7 @@ WAYS_OUT = (
     "put it back as it was, name where it is now (adapter.init_from=DIR), or measure against the "
     "base from now on (algorithm.reference=base)"
 )
+KEY = "reference"  # of a checkpoint's metadata: the fingerprint of the start
 
 
 class FrozenStart:
@@ -49,6 +50,8 @@ class FrozenStart:
                 "the adapter that it is measured against would be changed to them as well: keep "
                 "its ranks, or start a run of its own from it with adapter.init_from"
             )
+        if found is not None and found.metadata.get(KEY) is not None:
+            config = _fitting(config)
         parts = config, spec, ready.model_dir
         start = start or _read(*parts)
         if found is not None:
@@ -66,6 +69,13 @@ class FrozenStart:
         return start.tensors
 
 
+def _fitting(config: RunConfig) -> RunConfig:
+    """With adapter.resize, which config.yaml asks for no more once a checkpoint has the run's
+    ranks: the start is brought to them as it was when the run began."""
+    adapter = config.adapter.model_copy(update={"resize": True})
+    return config.model_copy(update={"adapter": adapter})
+
+
 def _read(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
     try:
         return adapter_start.init_from(config, spec, model_dir)
@@ -78,7 +88,7 @@ def _read(config: RunConfig, spec: AdapterSpec, model_dir: Path) -> Start:
 
 def _check_against(found: Found, config: RunConfig, start: Start) -> None:
     """A checkpoint of a run that was measured against its base knows no start."""
-    known = found.metadata.get("reference")
+    known = found.metadata.get(KEY)
     if known is not None:
         _check(config, start.digest, known, f"{found.path} was written")
         return

@@ -99,6 +99,26 @@ def test_a_run_that_goes_on_finds_the_same_one(place, tmp_path):
         place.of_run(found=found)
 
 
+def test_a_run_that_went_to_other_ranks_at_its_start_finds_the_same_one(place):
+    """config.yaml asks for adapter.resize no more once a checkpoint has the new ranks."""
+    other = {"rank": 4, "alpha": 8.0}
+    first = place.of_run(adapter=other | {"resize": True})
+    assert first is not None
+    wanted = first.read()
+    metadata = {"adapter": place.config.adapter.model_dump(mode="json") | other}
+    found = place.found(reference=first.digest, **metadata)
+    again = place.of_run(found=found, adapter=other)
+    assert again is not None and again.digest == first.digest
+    for _ in range(2):  # also for ranks that start anew
+        read = again.read()
+        assert read.keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(read[name], value)
+    unknown = place.found(**metadata)
+    with pytest.raises(RunDirError, match="has other ranks than this run.*adapter.resize=true"):
+        place.of_run(found=unknown, adapter=other)
+
+
 def test_another_scale_is_another_adapter(place):
     tensors = random_adapter(place.spec)
     config = with_settings(place.config, {"adapter": {"alpha": 16.0}})
