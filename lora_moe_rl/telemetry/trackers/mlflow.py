@@ -41,6 +41,7 @@ class MLflow(ProjectTracker):
 
     def __init__(self, settings: Settings, config: RunConfig, run_dir: Path):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells of its tables
         try:
             import_module("sqlalchemy")  # which mlflow imports only when it opens a data base
             self.entities = import_module("mlflow.entities")

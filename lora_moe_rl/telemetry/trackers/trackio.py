@@ -65,6 +65,11 @@ class Trackio(ProjectTracker):
     def close(self, failed: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self.run.finish()
+        self.run.finish = _nothing  # Trackio asks for it again at the process's end, and prints
+
+
+def _nothing() -> None:
+    pass
 
 
 def _name(run_dir: Path, name: str) -> str:

@@ -93,7 +93,9 @@ class Wandb(ProjectTracker):
         artifact = self.wandb.Artifact(
             f"adapter-{self.run.id}", type="adapter", metadata={"step": step}
         )
-        artifact.add_dir(str(directory))
+        for path in sorted(directory.rglob("*")):  # add_dir prints, whatever its settings
+            if path.is_file():
+                artifact.add_file(str(path), name=path.relative_to(directory).as_posix())
         logged = self.run.log_artifact(artifact, aliases=["latest", f"step-{step:06d}"])
         if self.online:
             logged.wait()  # which raises what went wrong; wandb's own process tells nobody

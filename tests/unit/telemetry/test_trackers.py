@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -266,6 +267,32 @@ def test_trackio_reads_metrics_config_and_adapters_of_one_run(tmp_path):
     assert SQLiteStorage.get_artifacts("mine")
     files = [path for path in (tmp_path / "trackio").rglob("*") if path.is_file()]
     assert b'{"r": 3}' in [path.read_bytes() for path in files]  # as it was at its step
+
+
+IN_A_PROCESS = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from pathlib import Path
+from test_trackers import config_in, run_for
+arguments = f"tracker={sys.argv[1]}", "tracker.project=mine", "tracker.adapters=true"
+offline = ["tracker.mode=offline"] if sys.argv[1] == "wandb" else []
+run_for(config_in(Path(sys.argv[2]), *arguments, *offline), range(1, 3))
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_no_tracker_says_anything_between_the_lines_of_a_run(name, tmp_path):
+    """With --json there are records on stdout and nothing else, up to the process's end."""
+    for package in TRACKERS.find(name).modules:
+        pytest.importorskip(package)
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS, name, str(tmp_path / "run")]
+    ran = subprocess.run(
+        [*command, str(Path(__file__).parent), *sys.path], capture_output=True, text=True
+    )
+    ours = "warning: waiting for the tracker"  # on a machine that is slow
+    others = [line for line in ran.stderr.splitlines() if not line.startswith(ours)]
+    assert (ran.returncode, ran.stdout, others) == (0, "", [])
 
 
 class Broken:
