@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lora_moe_rl.calls.ending import MARK, remove_folders
+
 SHOWN = 200
 PACKAGE = str(Path(__file__).parent.parent)
 # Frames of these are not of the user's code.
@@ -54,7 +56,9 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
 
 
 def _end() -> None:
-    """Ends this process, and what it has started: the parent is gone."""
+    """Ends this process, and what it has started: the parent is gone, which else removes folders."""
+    if mark := os.environ.get(MARK):
+        remove_folders(mark)
     os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
 
 

@@ -21,6 +21,10 @@ def folder_prefix(name: str) -> str:
 def end_marked(*marks: str) -> None:
     """Ends what has one of the marks, and removes the temporary folders that it had made."""
     kill_marked(MARK, *marks)
+    remove_folders(*marks)
+
+
+def remove_folders(*marks: str) -> None:
     for mark in marks:
         for folder in Path(tempfile.gettempdir()).glob(f"*-{mark}-*"):
             shutil.rmtree(folder, ignore_errors=True)
