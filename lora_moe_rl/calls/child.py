@@ -56,7 +56,7 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
 
 
 def _end() -> None:
-    """Ends this process, and what it has started: the parent is gone, which else removes folders."""
+    """Ends this process, and what it has started: the parent is gone, who else removes folders."""
     if mark := os.environ.get(MARK):
         remove_folders(mark)
     os.killpg(0, signal.SIGKILL)  # its own group: the parent made it one
