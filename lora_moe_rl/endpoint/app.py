@@ -22,11 +22,12 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lora_moe_rl.endpoint import replies
 from lora_moe_rl.endpoint.admission import Admission
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.endpoint.bodies import ChatBody, TextBody, TokenBody, read
 from lora_moe_rl.endpoint.receiving import CLIENT_GONE, ClientGone, body_of
 from lora_moe_rl.endpoint.refusal import Refused
@@ -100,7 +101,7 @@ class Endpoint:
             except Refused as error:
                 again = error.retry_after_s
                 headers = {} if again is None else {"Retry-After": str(again)}
-                return JSONResponse(error.body(), error.status, headers)
+                return Json(error.body(), error.status, headers)
             except ClientGone:
                 self.gone += 1
                 return Response(status_code=CLIENT_GONE)
@@ -109,7 +110,7 @@ class Endpoint:
             except Exception:
                 log.exception("a request to %s failed", request.url.path)
                 fault = Refused(500, "internal_error", "this server has failed; see its log")
-                return JSONResponse(fault.body(), fault.status)
+                return Json(fault.body(), fault.status)
 
         return handle
 
@@ -146,7 +147,7 @@ def key_of(request: Request) -> str:
 
 
 async def _health(endpoint: Endpoint, request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return Json({"status": "ok"})
 
 
 async def _models(endpoint: Endpoint, request: Request) -> Response:
@@ -156,7 +157,7 @@ async def _models(endpoint: Endpoint, request: Request) -> Response:
          "max_model_len": source.max_length}
         for name in source.models()
     ]  # fmt: skip
-    return JSONResponse({"object": "list", "data": models})
+    return Json({"object": "list", "data": models})
 
 
 async def _chat(endpoint: Endpoint, request: Request) -> Response:
@@ -167,7 +168,7 @@ async def _chat(endpoint: Endpoint, request: Request) -> Response:
     logprobs = bool(body.logprobs)
     if body.stream:
         return _stream(replies.chat_events(answer, logprobs, body.include_usage))
-    return JSONResponse(replies.chat(answer, logprobs))
+    return Json(replies.chat(answer, logprobs))
 
 
 async def _text(endpoint: Endpoint, request: Request) -> Response:
@@ -178,7 +179,7 @@ async def _text(endpoint: Endpoint, request: Request) -> Response:
     logprobs = body.logprobs is not None
     if body.stream:
         return _stream(replies.text_events(answer, logprobs, body.include_usage))
-    return JSONResponse(replies.text(answer, logprobs))
+    return Json(replies.text(answer, logprobs))
 
 
 async def _tokens(endpoint: Endpoint, request: Request) -> Response:
@@ -186,7 +187,7 @@ async def _tokens(endpoint: Endpoint, request: Request) -> Response:
     _, answer = await endpoint.answered(
         request, session, TokenBody, lambda body: session.tokens(body, endpoint.chats)
     )
-    return JSONResponse(replies.tokens(answer))
+    return Json(replies.tokens(answer))
 
 
 def _stream(events: Iterator[str]) -> Response:
@@ -198,4 +199,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     refused = Refused(error.status_code, "not_found", f"there is no {where} here")
-    return JSONResponse(refused.body(), error.status_code)
+    return Json(refused.body(), error.status_code)

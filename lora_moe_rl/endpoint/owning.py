@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from lora_moe_rl.data.samples import Sample
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.endpoint.app import Endpoint, key_of
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.sessions import Session
@@ -25,7 +26,7 @@ async def _open(endpoint: Endpoint, request: Request) -> Response:
     assert sessions.shared is not None
     session = sessions.add(Session(sessions.shared))
     url = f"{request.base_url}sessions/{session.name}/v1"
-    return JSONResponse({"name": session.name, "api_key": session.key, "base_url": url}, 201)
+    return Json({"name": session.name, "api_key": session.key, "base_url": url}, 201)
 
 
 async def _show(endpoint: Endpoint, request: Request) -> Response:
@@ -35,7 +36,7 @@ async def _show(endpoint: Endpoint, request: Request) -> Response:
         for model, one in session.conversations.items()
         for sample in one.samples()[0]
     ]
-    return JSONResponse({"name": session.name, "forks": session.forks, "samples": samples})
+    return Json({"name": session.name, "forks": session.forks, "samples": samples})
 
 
 async def _end(endpoint: Endpoint, request: Request) -> Response:

@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from lora_moe_rl.calls.ending import MARK, end_marked
 from lora_moe_rl.cluster.watchdog import kill_marked
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.endpoint.app import Endpoint, key_of, unless_gone
 from lora_moe_rl.endpoint.bodies import POLICY
 from lora_moe_rl.endpoint.receiving import body_of
@@ -341,7 +342,7 @@ class Trajectories:
         )
 
     async def _task(self, endpoint: Endpoint, request: Request) -> Response:
-        return JSONResponse(self.at(endpoint.session_of(request)).task)
+        return Json(self.at(endpoint.session_of(request)).task)
 
     async def _reward(self, endpoint: Endpoint, request: Request) -> Response:
         session = endpoint.session_of(request)
@@ -359,11 +360,11 @@ class Trajectories:
                     raise bad_request(f"states of {len(states)} turns, and there were {number}")
                 conversation.in_states(states)
             self.settle(one, Outcome("done", value, turns=turns))
-        return JSONResponse({"reward": value})
+        return Json({"reward": value})
 
     async def _next(self, endpoint: Endpoint, request: Request) -> Response:
         one = await unless_gone(request, self.next(key_of(request)))
-        return JSONResponse({"api_key": one.session.key, "task": one.task})
+        return Json({"api_key": one.session.key, "task": one.task})
 
 
 def _reward_in(content: bytes) -> tuple[float, list[float] | None, list[str | None] | None]:

@@ -23,9 +23,10 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.endpoint.receiving import CLIENT_GONE, LONGEST_BODY, ClientGone, body_of
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.errors import LoraMoeRlError, ServiceError
@@ -142,7 +143,7 @@ def _refusal(status: int, message: str) -> Response:
     category = "server" if status >= 500 else "user"
     # What has failed here fails again.
     headers = {"x-should-retry": "false"} if status >= 500 else {}
-    return JSONResponse({"error": message, "category": category}, status, headers)
+    return Json({"error": message, "category": category}, status, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -153,17 +154,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return Json({"status": "ok"})
 
 
 async def _config(service: Service, request: Request) -> Response:
     read(SdkBody, await service.json_of(request))
-    return JSONResponse(CONFIG)
+    return Json(CONFIG)
 
 
 async def _dynamic_config(service: Service, request: Request) -> Response:
     read(SdkBody, await service.json_of(request))
-    return JSONResponse(DYNAMIC_CONFIG)
+    return Json(DYNAMIC_CONFIG)
 
 
 async def _capabilities(service: Service, request: Request) -> Response:
@@ -174,24 +175,24 @@ async def _capabilities(service: Service, request: Request) -> Response:
         "trainable": True,
         "sampleable": True,
     }
-    return JSONResponse({"supported_models": [model]})
+    return Json({"supported_models": [model]})
 
 
 async def _telemetry(service: Service, request: Request) -> Response:
     """Nobody here reads it."""
     await service.content_of(request, JSON, LONGEST_BODY)
-    return JSONResponse({"status": "accepted"})
+    return Json({"status": "accepted"})
 
 
 async def _create_session(service: Service, request: Request) -> Response:
     session = service.sessions.create(read(SessionBody, await service.json_of(request)))
     told = {"type": "create_session", "session_id": session.id, "warning_message": NO_UNEMBED}
-    return JSONResponse(told)
+    return Json(told)
 
 
 async def _heartbeat(service: Service, request: Request) -> Response:
     service.sessions.find(read(SessionId, await service.json_of(request)).session_id)
-    return JSONResponse({"type": "session_heartbeat"})
+    return Json({"type": "session_heartbeat"})
 
 
 async def _finish(service: Service, request: Request) -> Response:
@@ -201,7 +202,7 @@ async def _finish(service: Service, request: Request) -> Response:
     if id not in service.sessions.ended:
         why = f"its client said {asked.reason.type}" + (f": {asked.detail}" if asked.detail else "")
         service.sessions.end(service.sessions.find(id), why)
-    return JSONResponse({})
+    return Json({})
 
 
 async def _session(service: Service, request: Request) -> Response:
@@ -212,12 +213,12 @@ async def _session(service: Service, request: Request) -> Response:
         "user_metadata": session.asked.user_metadata,
         "display_name": session.asked.display_name,
     }
-    return JSONResponse(told)
+    return Json(told)
 
 
 async def _sessions(service: Service, request: Request) -> Response:
     page, _ = listing.page_of(request, list(service.sessions.alive)[::-1])
-    return JSONResponse({"sessions": page})
+    return Json({"sessions": page})
 
 
 async def _retrieve(service: Service, request: Request) -> Response:
@@ -233,7 +234,7 @@ async def _retrieve(service: Service, request: Request) -> Response:
 
 async def _cancel(service: Service, request: Request) -> Response:
     service.requests.cancel(read(FetchBody, await service.json_of(request)).request_id)
-    return JSONResponse({})
+    return Json({})
 
 
 ROUTES: list[tuple[str, str, Handler]] = [

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.handling import Handler
@@ -43,7 +44,7 @@ async def _urls(service: Service, request: Request) -> Response:
         f"{place.model}/{place.id}/{quote(file)}"
         for file in service.folders.files(place)
     }
-    return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
+    return Json({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
 
 def _signed(service: Service, until: int, place: Place, file: str) -> str:

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service.bodies import PathBody, TtlBody, read
 from lora_moe_rl.service.downloads import CHECKPOINT, asked_place
@@ -80,35 +81,35 @@ def _training_run(folders: Folders, run: Run) -> dict[str, Any]:
 async def _runs(service: Service, request: Request) -> Response:
     page, cursor = page_of(request, await asyncio.to_thread(service.folders.runs))
     told = [await asyncio.to_thread(_training_run, service.folders, run) for run in page]
-    return JSONResponse({"training_runs": told, "cursor": cursor})
+    return Json({"training_runs": told, "cursor": cursor})
 
 
 async def _run(service: Service, request: Request) -> Response:
     run = service.folders.run(request.path_params["model"])
-    return JSONResponse(_training_run(service.folders, run))
+    return Json(_training_run(service.folders, run))
 
 
 async def _of_run(service: Service, request: Request) -> Response:
     run = service.folders.run(request.path_params["model"])
-    return JSONResponse({"checkpoints": list(map(_checkpoint, service.folders.of(run.model)))})
+    return Json({"checkpoints": list(map(_checkpoint, service.folders.of(run.model)))})
 
 
 async def _checkpoints(service: Service, request: Request) -> Response:
     page, cursor = page_of(request, await asyncio.to_thread(service.folders.all))
-    return JSONResponse({"checkpoints": list(map(_checkpoint, page)), "cursor": cursor})
+    return Json({"checkpoints": list(map(_checkpoint, page)), "cursor": cursor})
 
 
 async def _delete(service: Service, request: Request) -> Response:
     place = asked_place(request)
     service.folders.find(place)
     await asyncio.to_thread(service.folders.delete, place)
-    return JSONResponse({})
+    return Json({})
 
 
 async def _ttl(service: Service, request: Request) -> Response:
     body = read(TtlBody, await service.json_of(request))
     service.folders.keep_for(asked_place(request), body.ttl_seconds)
-    return JSONResponse({})
+    return Json({})
 
 
 async def _weights_info(service: Service, request: Request) -> Response:
@@ -122,7 +123,7 @@ async def _weights_info(service: Service, request: Request) -> Response:
         "train_mlp": saved.lora.mlp,
         "train_attn": saved.lora.attention,
     }
-    return JSONResponse(told)
+    return Json(told)
 
 
 async def _sampler(service: Service, request: Request) -> Response:
@@ -132,7 +133,7 @@ async def _sampler(service: Service, request: Request) -> Response:
         "base_model": service.backend.facts.base_model,
         "model_path": sampler.path,
     }
-    return JSONResponse(told)
+    return Json(told)
 
 
 def _refusing(message: str) -> Handler:

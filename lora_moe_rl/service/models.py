@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service import wire
 from lora_moe_rl.service.backend import Lora
@@ -102,7 +103,7 @@ def _made(
     id = f"{session.id}:train:{number}"
     first = f"{id}:request:0"
     if service.requests.earlier(first, kind) is not None:
-        return JSONResponse({"request_id": first, "model_id": id})
+        return Json({"request_id": first, "model_id": id})
     if id in session.models:
         raise ServiceError(f"model {id} is there already")
     model = service.sessions.add_model(session, number)
@@ -130,7 +131,7 @@ def _made(
 
 
 def _future(model: Model, id: str) -> Response:
-    return JSONResponse({"request_id": id, "model_id": model.id})
+    return Json({"request_id": id, "model_id": model.id})
 
 
 async def _forward_backward(service: Service, request: Request) -> Response:
@@ -285,7 +286,7 @@ async def _info(service: Service, request: Request) -> Response:
         "is_lora": True,
         "lora_rank": model.lora.rank,
     }
-    return JSONResponse(told)
+    return Json(told)
 
 
 ROUTES: list[tuple[str, str, Handler]] = [

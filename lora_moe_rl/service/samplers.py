@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from lora_moe_rl.endpoint.answering import Json
 from lora_moe_rl.errors import ServiceError
 from lora_moe_rl.service import wire
 from lora_moe_rl.service.backend import Sampled
@@ -72,7 +73,7 @@ async def _create(service: Service, request: Request) -> Response:
             del session.samplers[id]
             service.sessions.later(service.backend.forget_sampler(id))
         raise
-    return JSONResponse({"type": "create_sampling_session", "sampling_session_id": id})
+    return Json({"type": "create_sampling_session", "sampling_session_id": id})
 
 
 def _made(service: Service, id: str, body: SamplingSessionBody) -> Sampler:
@@ -102,7 +103,7 @@ async def _sample(service: Service, request: Request) -> Response:
     if service.requests.earlier(id, "sample") is None:
         _start(service, sampler, body, id)
     told = {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
-    return JSONResponse(told)
+    return Json(told)
 
 
 def _start(service: Service, sampler: Sampler, body: SampleBody, id: str) -> None:

@@ -450,3 +450,15 @@ async def test_special_tokens_in_a_tools_answer_are_told_of_once(caplog):
             await agent.chat.completions.create(model="policy", messages=history, tools=[ADD])
     (told,) = [one.getMessage() for one in caplog.records if "special token" in one.getMessage()]
     assert told.startswith("an answer of the tool add holds '<eos>'")
+
+
+async def test_half_a_character_is_told_back_as_it_came():
+    """As JSON has it, escaped: no UTF-8 can hold it."""
+    sessions, session, _ = opened("5")
+    asked = {"model": "\ud800", "prompt": "2"}
+    async with listening(sessions) as (_, at), httpx.AsyncClient(base_url=at.root) as http:
+        http.headers["Authorization"] = f"Bearer {session.key}"
+        http.headers["Content-Type"] = "application/json"
+        answer = await http.post("/v1/completions", content=json.dumps(asked))
+    assert answer.status_code == 404
+    assert "\ud800" in answer.json()["error"]["message"]

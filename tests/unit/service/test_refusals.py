@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import numpy as np
 import pytest
@@ -41,6 +43,14 @@ def model(service) -> tinker.TrainingClient:
 @pytest.fixture(scope="module")
 def sampler(service) -> tinker.SamplingClient:
     return service.create_sampling_client(base_model=BASE).result()
+
+
+def test_half_a_character_is_told_back_as_it_came(served: Served):
+    asked = {"model_id": "\ud800", "seq_id": 1, "path": "tinker://a/weights/b"}
+    headers = {"x-api-key": KEY, "content-type": "application/json"}
+    at = f"{served.url}/api/v1/load_weights"
+    answer = httpx.post(at, content=json.dumps(asked), headers=headers)
+    assert answer.status_code == 404 and "session \ud800" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("key", ["tml-another", KEY[:-1] + "z", KEY + "s"])
