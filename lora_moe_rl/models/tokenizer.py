@@ -86,7 +86,9 @@ def load_tokenizer(
 
     trusted = remote_code(config) is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trusted, config=_config_of_unknown(directory)
+        )
     except Exception as error:  # of transformers, and of the model's own code
         lines = str(error).strip().splitlines() or [""]
         raise ModelError(
@@ -132,6 +134,22 @@ def stop_ids(model_dir: Path | str) -> set[int]:
                 )
             found.add(one)
     return found
+
+
+def _config_of_unknown(directory: Path) -> Any:
+    """What a tokenizer is found by, of a model whose type transformers does not know: it would read
+    all of config.json, by a class that fails on YaRN. None for a type that it knows."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    try:
+        kind = json.loads((directory / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return None
+    config = PreTrainedConfig()
+    config.model_type = kind
+    return config
 
 
 def _check_class(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:

@@ -21,6 +21,11 @@ from tests.helpers.remote_tokenizer import FIRST_SPECIAL, SPECIAL
 IDS = {token: FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
 # transformers knows the first, and makes a tokenizer of its own for it; it asks for the second.
 TYPES = ("deepseek_v3", "kimi_k2")
+YARN = {
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}
 INSIDE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}  # with a text_config
 
 
@@ -32,6 +37,8 @@ def directory(request, tmp_path):
         "model_type": request.param,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
     }
+    if request.param == "kimi_k2":
+        config |= YARN
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -48,6 +55,14 @@ def test_the_models_own_tokenizer_is_loaded_where_its_code_is_trusted(directory)
     assert {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL} == IDS
     assert tokenizer.encode("ab<|im_end|>") == [255 - 97, 255 - 98, IDS["<|im_end|>"]]
     assert tokenizer.decode(tokenizer.encode("ä+1")) == "ä+1"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_one_without_code_is_loaded_whatever_the_models_type(tmp_path, kind):
+    """As `export --to language-model` leaves config.json, without auto_map."""
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(YARN | {"model_type": kind}))
+    assert load_tokenizer(tmp_path, trust_remote_code=False).encode("1+2") == [*b"1+2"]
 
 
 def test_without_trust_it_is_refused_at_once_and_nothing_of_it_runs(directory, monkeypatch):
