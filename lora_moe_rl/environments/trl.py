@@ -264,7 +264,12 @@ class Trl(Environment):
             return shown
         maker = self.makers[prompt.data_set, name]
         place = f"prompt {prompt.number}, after {instance.factory}.reset"
-        token_ids = maker.encode(shown, prompt.columns, place)
+        try:
+            token_ids = maker.encode(shown, prompt.columns, place)
+        except DataError as error:
+            if shown == prompt.text:
+                raise
+            raise Failed("environment_error", str(error)) from error
         one.begin(token_ids, shown if shown != prompt.text else None)
         if one.room < 1:
             raise Failed(

@@ -25,6 +25,7 @@ from typing import Any
 
 from lora_moe_rl.config.reward import BASE
 from lora_moe_rl.errors import LoraMoeRlError
+from lora_moe_rl.models.tokenizer import foreign_ids
 from lora_moe_rl.ports import Written
 from lora_moe_rl.rewards.chat_request import MOST_BYTES, ChatRequest, Refused
 
@@ -103,11 +104,17 @@ class OwnEngines:
             text = self._tokenizer.apply_chat_template(
                 request.messages, tokenize=False, add_generation_prompt=True, **request.more
             )
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # of Jinja, what a template raises itself, a text of no UTF-8
             raise Refused(
                 400, f"the model's chat template refuses the messages: {error}"
             ) from error
+        if foreign := foreign_ids(self._tokenizer, token_ids):
+            token = self._tokenizer.decode(foreign[:1])
+            raise Refused(
+                400, f"a message holds {token!r}, which the tokenizer has and the model lacks"
+            )
+        return token_ids
 
 
 def _while_there(waiting: Future[Written], asker: socket.socket | None) -> Written:

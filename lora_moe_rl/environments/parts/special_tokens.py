@@ -1,11 +1,14 @@
 """Special tokens in what tools answer: a tokenizer reads their texts as the tokens, whoever wrote
-them, so that who writes a page that a tool fetches can end a turn, or begin one of another role."""
+them, so that who writes a page that a tool fetches can end a turn, or begin one of another role.
+Those that were added to the tokenizer alone are tokens that the model cannot be fed."""
 
 from __future__ import annotations
 
 import logging
 import re
 from typing import Any
+
+from lora_moe_rl.models.tokenizer import foreign_ids, model_vocab_size
 
 log = logging.getLogger(__name__)
 
@@ -14,6 +17,8 @@ class SpecialTokens:
     """Those of a tokenizer. The first answer that holds one is told of, once."""
 
     def __init__(self, tokenizer: Any):
+        self._tokenizer, size = tokenizer, model_vocab_size(tokenizer)
+        self._has_others = size is not None and max(tokenizer.get_vocab().values()) >= size
         added = tokenizer.added_tokens_decoder.values()
         texts = {str(token) for token in added if token.special}
         longest_first = sorted(texts, key=len, reverse=True)
@@ -33,3 +38,10 @@ class SpecialTokens:
                 tool, found[0],
             )  # fmt: skip
         return True
+
+    def known(self, text: str) -> bool:
+        """Whether the model has every token of a text."""
+        if not self._has_others:
+            return True
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return not foreign_ids(self._tokenizer, token_ids)

@@ -33,6 +33,7 @@ from lora_moe_rl.files.importing import absolute_spec
 Answering = Callable[[Call], Awaitable[tuple[bool, str]]]
 Rewarding = Callable[[], Awaitable[float | None]]
 Showing = Callable[[], Awaitable[str | None]]
+UNKNOWN = "{} holds a token that the model does not have"
 
 
 class ToolSettings(EnvironmentConfig):
@@ -117,6 +118,7 @@ class ToolTalk:
                 calls_left -= 1
                 counts["tool_calls"] += 1
                 done, text = await answering(call)
+                done, text = self._tellable(done, text)
                 counts["tool_error"] += not done
                 counts["special_tokens"] += self.special.in_answer(call.name, text)
                 answers.append(_answer(call, text if done else f"error: {text}"))
@@ -141,16 +143,28 @@ class ToolTalk:
         try:
             text = self.form.text_of(self.tokenizer, turn.text, turn.response_ids)
             calls = self.form.read(text, introduced.schemas)[1]
+            self._check_names(calls)
         except ParseError as error:
             counts["parse_error"] += 1
             if self.settings.mask_parse_errors:
                 one.leave_out_turn()
-            calls, answers = [], [{"role": "tool", "content": f"error: {error}"}]
+            told = self._tellable(False, str(error))[1]
+            calls, answers = [], [{"role": "tool", "content": f"error: {told}"}]
         else:
             if not calls:
                 return "done", [], []
         end = "max_turns" if one.turns == self.settings.max_turns else ""
         return end, calls, answers
+
+    def _tellable(self, done: bool, text: str) -> tuple[bool, str]:
+        """A tool's answer; that it cannot be told where it holds a token that the model lacks."""
+        return (done, text) if self.special.known(text) else (False, UNKNOWN.format("the answer"))
+
+    def _check_names(self, calls: Sequence[Call]) -> None:
+        """Raises ParseError for a call whose name or id holds such a token: templates repeat them
+        over its answer."""
+        if not all(self.special.known(text) for one in calls for text in (one.name, one.id or "")):
+            raise ParseError(UNKNOWN.format("a call's name"))
 
     def _tokens_between(
         self,

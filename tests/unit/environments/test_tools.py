@@ -147,7 +147,7 @@ class InTokens(Speaker):
 
     def __init__(self, tokenizer, *texts: str):
         super().__init__(*texts)
-        self.written = [[*tokenizer.encode(t, add_special_tokens=False), EOS] for t in texts]
+        self.turns = [[*tokenizer.encode(t, add_special_tokens=False), EOS] for t in texts]
 
 
 def test_a_model_calls_in_the_form_that_it_was_trained_in(make):
@@ -265,3 +265,54 @@ def test_special_tokens_in_answers_are_counted_and_told_of_once(make, caplog):
     (told,) = [one.getMessage() for one in caplog.records if "special token" in one.getMessage()]
     assert told.startswith("an answer of the tool faithful holds '<eos>'")
     assert "special_tokens" not in counted(roll(environment, Speaker("[faithful('eos>')]", "6")))
+
+
+def lacking():
+    """A tokenizer to which <added> was added alone: the model has no embedding of it."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<added>"]})
+    tokenizer.model_vocab_size = len(tokenizer) - 1
+    return tokenizer
+
+
+def test_a_token_that_the_model_lacks_is_never_fed_to_it(make):
+    tokenizer = lacking()
+    environment = make(tools=[f"{FILE}:faithful"], tokenizer=tokenizer)
+    group = roll(environment, Speaker("[faithful('so <added>')]", "6"))
+    assert counted(group) == {"done": 1, "turns": 2, "tool_error": 1, "tool_calls": 1}
+    told = group.samples[0].messages[1]["content"]
+    assert told == "error: the answer holds a token that the model does not have"
+    assert group.samples[0].token_ids.max() < tokenizer.model_vocab_size
+    assert group.rewards.tolist() == [1] and not group.failures
+
+
+def test_nor_is_it_in_the_name_of_a_call_or_in_what_is_told_of_one(make):
+    """A model writes as text what its tokenizer reads as a token."""
+    tokenizer = lacking()
+    environment = make(tokenizer=tokenizer, calls="json", max_length=999, response=900)
+    called = [
+        f'<tool_call>{{"name": "<added>", "arguments": {arguments}}}</tool_call>'
+        for arguments in ("{}", "[3]")
+    ]
+    (sample,) = (group := roll(environment, Speaker(*called, "6"))).samples
+    assert counted(group) == {"done": 1, "turns": 3, "parse_error": 2}
+    assert sample.token_ids.max() < tokenizer.model_vocab_size
+    told = [m["content"] for m in sample.messages if m["role"] == "tool"]
+    assert told == [
+        "error: a call's name holds a token that the model does not have",
+        "error: the answer holds a token that the model does not have",
+    ]
+
+
+def test_a_call_that_was_begun_and_that_vllm_takes_for_an_answer_is_counted(make):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = KIMI
+    asked = Prompt(0, [{"role": "user", "content": "1?"}], list(b"?"))
+    settings = {"calls": "vllm:kimi_k2", "max_length": 999, "response": 900}
+    environment = make(tokenizer=tokenizer, mask_parse_errors=True, **settings)
+    policy = InTokens(tokenizer, f"{MARKS[0]}{MARKS[2]}add{MARKS[3]}{{}}{MARKS[4]}", "6")
+    (sample,) = (group := roll(environment, policy, asked)).samples
+    assert counted(group) == {"done": 1, "turns": 2, "parse_error": 1}
+    masks = [s.mask.all() for s in sample.segments if s.author == "policy"]
+    assert masks == [False, True]

@@ -389,6 +389,18 @@ def test_a_prompt_that_leaves_no_room_has_failed(make):
     assert "which leave no room within model.max_length=1024" in group.failures[0]
 
 
+def test_a_task_with_a_token_that_the_model_lacks_has_failed(make, monkeypatch):
+    """What reset adds is the environment's; the run goes on."""
+    environment = make("IncrementEnv", reward="asked", retries=1)
+    monkeypatch.setattr(environment.tokenizer, "model_vocab_size", ord("I"), raising=False)
+    group = roll(environment, Speaker("x"), row())
+    assert np.isnan(group.rewards).all() and len(group.samples) == 1
+    assert "after IncrementEnv.reset: the prompt has the token" in group.failures[0].replace(
+        str(FILE) + ":", ""
+    )
+    assert counted(group)["environment_error"] == 1 and counted(group)["retried"] == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

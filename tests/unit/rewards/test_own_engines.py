@@ -190,3 +190,15 @@ def test_a_request_out_of_bounds_is_refused_as_the_askers_fault(server, wrong):
         return status, asked
 
     assert asyncio.run(run()) == (400, [])
+
+
+def test_a_token_that_the_model_lacks_is_the_askers_fault(server):
+    """Not an engine's, which would be asked again and again."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<added>"]})
+    tokenizer.model_vocab_size = len(tokenizer) - 1
+    server._tokenizer, server._longest = tokenizer, LONGEST
+    body = {"model": "base", "messages": [{"role": "user", "content": "<added>"}]}
+    with pytest.raises(own_engines.Refused, match="holds '<added>', which the tokenizer") as told:
+        server.asked(json.dumps(body).encode())
+    assert told.value.status == 400

@@ -6,6 +6,7 @@ import pytest
 
 from lora_moe_rl.endpoint.rendering import Chats
 from lora_moe_rl.environments.external import External
+from lora_moe_rl.environments.parts import vllm_calls
 from lora_moe_rl.environments.parts.tool_calls import Call, Form, ParseError
 from lora_moe_rl.environments.tools import Tools
 from lora_moe_rl.errors import ConfigError
@@ -87,6 +88,7 @@ def test_a_call_is_what_vllms_server_reads(name):
     for answer in ("It is 7.", ""):
         assert form.read(answer, SCHEMAS)[1] == []
     assert form.read(whole.partition("</think>")[0], SCHEMAS)[1] == []
+    assert form.read("It is 7.", []) == ("", [])  # of an environment without tools
 
 
 def test_clients_get_a_call_under_the_id_that_the_model_gave_it():
@@ -123,6 +125,53 @@ def test_arguments_that_are_no_json_are_told_to_the_model():
         form.read(written.replace('"x"}', '"x'), SCHEMAS)
     with pytest.raises(ParseError, match="the arguments of add are not a JSON object"):
         form.read(written.replace('{"a": 3, "b": "x"}', "[3]"), SCHEMAS)
+
+
+# {parser: (what of its turn is written wrong, what instead)}
+MALFORMED = {
+    "kimi_k2": ("functions.add:0", "add"),
+    "glm47": ("<tool_call>add<arg_key>", "<tool_call><arg_key>"),
+    "deepseek_v31": ("<｜tool▁sep｜>", ""),
+    "qwen3_coder": ("<function=add>", "add"),
+    "minimax_m2": ('<invoke name="add">', "add"),
+    "hermes": ('"name": "add"', "name: add"),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_call_that_was_begun_and_is_none_cannot_be_read(name):
+    """The parser takes it for an answer; nothing is a call that stands before </think>."""
+    special, written = TURNS[name]
+    form = Form.named(f"vllm:{name}", tokenizer(special))
+    right, wrong = MALFORMED[name]
+    broken = written.replace(right, wrong)
+    assert broken != written
+    with pytest.raises(ParseError, match="a call was begun and could not be read"):
+        form.read(broken, SCHEMAS)
+    assert form.read(f"{broken}</think>It is 7.", SCHEMAS) == ("", [])
+    assert Chats(tokenizer(special), f"vllm:{name}").calls_in("I", [], SCHEMAS) == ("I", [])
+
+
+# The parsers of vLLM that look for no mark of their own, of which nothing can be told.
+UNMARKED = ("cohere_command3", "cohere_command4", "gigachat3", "internlm", "llama4_pythonic",
+            "muse_glimmer", "olmo3", "openai", "phi4_mini_json", "pythonic", "xlam")  # fmt: skip
+NEEDED = ["[TOOL_CALLS]", "<tool_calls>", "</tool_calls>", "<|python_tag|>", "<|tool_call_start|>",
+          "<|tool_call_end|>", "<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>",
+          "</arg_key>", "<arg_value>", "</arg_value>"]  # fmt: skip
+
+
+def test_what_begins_a_call_is_what_each_parser_of_vllm_looks_for():
+    from vllm.tokenizers.hf import get_cached_tokenizer
+    from vllm.tool_parsers import ToolParserManager
+
+    made = get_cached_tokenizer(tokenizer([*TURNS["deepseek_v31"][0], *NEEDED]))
+    found = {}
+    for name in sorted(ToolParserManager.lazy_parsers):
+        found[name] = vllm_calls.begin_marks(ToolParserManager.get_tool_parser(name)(made, []))
+    assert [name for name, marks in found.items() if not marks] == list(UNMARKED)
+    for name, (_, written) in TURNS.items():
+        assert any(mark in written for mark in found[name])
+    assert not [name for name, marks in found.items() if any("end" in one for one in marks)]
 
 
 def test_a_parser_that_cannot_be_used_is_said_at_the_start():
