@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_moe_rl.endpoint.refusal import Refused
-from lora_moe_rl.errors import LoraMoeRlError, ServiceError
+from lora_moe_rl.errors import DiskError, LoraMoeRlError, ServiceError
 
 MOST_WAITING, MOST_BYTES = 16384, 2 * 2**30  # requests that are not answered, and what they hold
 KEPT_BYTES = 2**30  # of replies
@@ -127,6 +127,8 @@ class Requests:
             reply = failure("this server has failed; see its log", "server")
         except ServiceError as error:
             reply = failure(str(error), "user")
+        except DiskError as error:  # whose way out is a run's
+            reply = failure(f"{error.fault}, then ask again", "server")
         except LoraMoeRlError as error:
             reply = failure(str(error), "server")
         except Exception:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lora_moe_rl.endpoint.refusal import Refused
-from lora_moe_rl.errors import EngineDied, ServiceError
+from lora_moe_rl.errors import DiskError, EngineDied, ServiceError
 from lora_moe_rl.service import requests
 from lora_moe_rl.service.line import LEARNS, Line
 from lora_moe_rl.service.requests import Reply, Request, Requests, in_json
@@ -89,6 +89,11 @@ async def test_a_number_that_asks_for_something_else_is_refused():
     [
         (ServiceError("yours"), "user", "yours"),
         (EngineDied("ours"), "server", "ours"),
+        (
+            DiskError("cannot write: full: free some space", ", then go on with --resume"),
+            "server",
+            "cannot write: full: free some space, then ask again",
+        ),
         (KeyError("secret"), "server", "this server has failed; see its log"),
     ],
 )
