@@ -140,10 +140,11 @@ class RouteStore:
         newest, where that is of the state `of`."""
         node, matched = self._prefixes.match(_owned(of.model, tokens))
         common, found = max(matched - 1, 0), self.missing(len(tokens))
-        if logprobs is None or not logprobs[:common].any():  # nothing of it was sampled
-            number, common = self._of_state(node, common, of.state)
-        else:
+        number = None
+        if logprobs is not None and common:
             number = self._with_logprobs(node, common, logprobs)
+        if number is None:  # nothing of it was sampled
+            number, common = self._of_state(node, common, of.state)
         if common:
             self._recorded.move_to_end(number)
             common, found = self._begun_with(self._recorded[number], common, tokens)
@@ -182,14 +183,16 @@ class RouteStore:
             common = max(matched - 1, 0)
         return node.newest, common
 
-    def _with_logprobs(self, node: Node, common: int, logprobs: np.ndarray) -> int:
-        """Which of the samples at or below a node, that all begin with as many of its tokens."""
+    def _with_logprobs(self, node: Node, common: int, logprobs: np.ndarray) -> int | None:
+        """Which of the samples at or below a node, that all begin with as many of its tokens. None
+        where all logprobs are 0, and those of no sample are: of a sure token they may be."""
         given = np.asarray(logprobs, np.float32)
 
         def fitting(number: int) -> tuple[int, int]:
             return self._recorded[number].equal_logprobs(given, common), number
 
-        return max(node.sequences(), key=fitting)
+        best = max(map(fitting, node.sequences()))
+        return best[1] if best[0] or given[:common].any() else None
 
     def _forget_one(self) -> None:
         number, recorded = self._recorded.popitem(last=False)

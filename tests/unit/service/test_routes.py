@@ -183,6 +183,18 @@ def test_a_text_without_logprobs_gets_the_routes_of_its_models_state_of_now_alon
     check(store.find(ids(new[:3]), None, Origin(0, 2)), new[:3], 0)
 
 
+def test_a_sample_whose_tokens_were_all_sure_is_found_in_whichever_state_sampled_it():
+    """Its logprobs are 0, as those of a prompt are."""
+    store, tokens = RouteStore(SHAPE, PIPELINE), [1, 2, 3, 4]
+    sure = np.zeros(2, np.float32)
+    store.put(ids(tokens), sent(tokens, 1), sure, Origin(0, 1))
+    store.put(ids(tokens), sent(tokens, 2), sure - 1, Origin(0, 2))
+    datum = np.zeros(3, np.float32)
+    check(store.find(ids(tokens[:-1]), datum, Origin(0, 3)), tokens[:-1], 3, 1)
+    check(store.find(ids([1, 5, 6]), datum, Origin(0, 3)), [1, 5, 6], 0)
+    assert store.find(ids([7, 8]), datum[:2], Origin(0, 3)).recorded == 0
+
+
 @pytest.mark.parametrize("rows", [2, 4])
 def test_what_is_found_is_bound_to_the_datums_own_tokens(rows):
     store, tokens = RouteStore(SHAPE, PIPELINE), [5, 6, 7, 8, 9]
