@@ -101,6 +101,7 @@ class RolloutEngine(AskedEngine):
         with passed_on.told_of(self.config):
             self.llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**args))
         if self.of_run:
+            await self._held()  # once all have answered, all are connected
             unnamed.forget_names()
         stop_strings.give_tokenizer(self.llm, self.tokenizer)
         ended = time.perf_counter()

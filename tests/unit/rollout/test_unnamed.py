@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import uuid
 from multiprocessing.shared_memory import SharedMemory
+
+import zmq
 
 from lora_moe_rl.rollout import unnamed
 
+FILES = socket.AF_UNIX
 READS = "import sys, mmap; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close();"
 READS += "print('open', flush=True); input(); print(bytes(m[:3]).decode())"
 
@@ -64,3 +69,40 @@ def test_pythons_tracker_says_nothing_of_it_when_processes_have_been_killed(tmp_
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
     )
     assert "shared_memory" not in done.stderr and "psm_" not in done.stderr, done.stderr
+
+
+LISTENS = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.PULL)
+socket.bind(f"ipc://{sys.argv[1]}")
+for _ in range(3):
+    print("there", flush=True)
+    print(socket.recv().decode(), flush=True)
+"""
+
+
+def test_a_socket_of_vllms_has_no_name_once_somebody_is_connected(tmp_path, monkeypatch):
+    """Of a process below this one too; who is connected goes on speaking. Others stay."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    theirs, other = tmp_path / str(uuid.uuid4()), tmp_path / "other"
+    child = subprocess.Popen(
+        [sys.executable, "-c", LISTENS, str(theirs)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+
+    def said() -> list[str]:
+        return [child.stdout.readline().strip() for _ in range(2)]  # type: ignore[union-attr]
+
+    assert child.stdout.readline() == "there\n"
+    assert unnamed.forget_names() == [] and theirs.is_socket()  # nobody is connected yet
+    with zmq.Context() as context, context.socket(zmq.PUSH) as mine, socket.socket(FILES) as own:
+        own.bind(str(other))
+        mine.connect(f"ipc://{theirs}")
+        mine.send(b"one")
+        assert said() == ["one", "there"]
+        assert unnamed.forget_names() == [theirs.name]
+        assert not theirs.exists() and other.is_socket()
+        mine.send(b"two")
+        assert said() == ["two", "there"]
+        mine.send(b"three")
+        assert child.communicate()[0] == "three\n"
