@@ -285,10 +285,15 @@ class Replicas:
 
     def _let_return(self, index: int, actor: Actor, error: LoraMoeRlError) -> bool:
         """An engine has died over a request. Whether it is started anew for that; others may have
-        noticed before. Raises `error` if it is no death."""
+        noticed before. Raises `error` if it is no death, and EngineLost for an engine that others
+        have given up."""
         if not is_death(error):
             raise error
-        if index in self.absent or not self._is_first(index, actor):
+        if index in self.absent:
+            return False
+        if not self._is_first(index, actor):
+            if self.given_up is not None and self._stays_dead(index, actor):
+                raise self.given_up from error
             return False
         if not self._count(index, error):
             return False
@@ -304,6 +309,10 @@ class Replicas:
         self._noticed.add(index)
         self._taken[index].clear()
         return True
+
+    def _stays_dead(self, index: int, actor: Actor) -> bool:
+        """Whether nobody starts anew an engine whose death was noticed."""
+        return actor is self.actors[index] and index not in self.returning
 
     def _leaves(self, index: int) -> bool:
         """Whether the run goes on without an engine that has died too often (`joining.py`)."""

@@ -147,9 +147,7 @@ def _config_of_unknown(directory: Path) -> Any:
         return None
     if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return None
-    config = PreTrainedConfig()
-    config.model_type = kind
-    return config
+    return type("Config", (PreTrainedConfig,), {"model_type": kind})()
 
 
 def _check_class(directory: Path, config: dict[str, Any], tokenizer: Any) -> None:

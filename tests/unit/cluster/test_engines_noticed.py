@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from engine_group import fate
 
-from lora_moe_rl.errors import EngineDied
+from lora_moe_rl.errors import EngineDied, EngineLost
 
 pytestmark = pytest.mark.seconds  # Ray is started for them
 
@@ -67,3 +67,22 @@ def test_no_ticket_goes_to_an_engine_that_is_being_started_for_a_proof(
         return await asyncio.gather(*tickets)
 
     assert asyncio.run(go()) and made.restarts == 1
+
+
+def test_whoever_asks_an_engine_that_is_lost_is_told_so(start, tmp_path):
+    """The one who noticed is not the only one: a version may be on its way to it."""
+    made = start(engines=1, max_restarts=0)
+    for method in ("sample", "publish", "probe"):
+        fate(tmp_path, 0, method, "dead", "dead")
+
+    async def go():
+        for ask in (
+            lambda: made.policy(3, seed=0).sample([0], n=2),
+            lambda: made.publish(4, []),
+            lambda: made.score([[1]], 3),
+            lambda: made.policy(3, seed=0).sample([0], n=2),
+        ):
+            with pytest.raises(EngineLost, match="rollout.max_restarts=0 allows no more"):
+                await ask()
+
+    asyncio.run(go())
