@@ -81,13 +81,14 @@ for _ in range(3):
 """
 
 
-def test_a_socket_of_vllms_has_no_name_once_somebody_is_connected(tmp_path, monkeypatch):
+def test_a_socket_of_vllms_has_no_name_once_somebody_is_connected(tmp_path, monkeypatch, request):
     """Of a process below this one too; who is connected goes on speaking. Others stay."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     theirs, other = tmp_path / str(uuid.uuid4()), tmp_path / "other"
     child = subprocess.Popen(
         [sys.executable, "-c", LISTENS, str(theirs)], stdout=subprocess.PIPE, text=True
     )
+    request.addfinalizer(child.kill)
     assert child.stdout is not None
 
     def said() -> list[str]:
