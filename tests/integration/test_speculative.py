@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 EXACT = 2e-6  # logits, float32
 TEMPERATURE = 0.1
 FROM_TOKENS = {
@@ -84,6 +84,7 @@ def sampled(engine: EngineUnderTest, seed: int, prompts: list[list[int]], n: int
     return *engine.generate(prompts, n, version), tensors, version
 
 
+@pytest.mark.minute
 def test_logprobs_and_routes_are_the_policys(engine):
     samples, table, tensors, _ = sampled(engine, 2, prompts_that_repeat(2))
     guessed, taken = np.sum([sample.segments[1].drafts for sample in samples], axis=0)
@@ -146,6 +147,8 @@ def test_a_stop_string_ends_a_sample_within_what_was_taken_at_once(engine):
     assert ended > 10
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_a_run_tells_what_guesses_are_worth(tmp_path):
     run = CliRun(
         "train", RECIPE, "trainer.steps=2", f"logging.run_dir={tmp_path / 'run'}",
