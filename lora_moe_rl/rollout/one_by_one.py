@@ -41,6 +41,7 @@ def apart(output: EngineCoreOutput) -> list[EngineCoreOutput]:
             one.new_logprobs = logprobs.slice_request(i, 1)
         if routes is not None:
             before = len(routes) - count
+            assert before >= 0, "there are fewer routes than tokens"
             one.routed_experts = routes[before + i if i else 0 : before + i + 1]
     for name in OF_FIRST:
         value = getattr(output, name)
