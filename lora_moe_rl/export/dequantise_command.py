@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_moe_rl.export.rewriting import rewriting_parser, rewritten
+
+if TYPE_CHECKING:
+    from lora_moe_rl.export.merged import MergeReport, Say
 
 ABOUT = """\
 Write the model of a quantised checkpoint as numbers, for what takes no such base: GPT-OSS (MXFP4),
@@ -21,40 +27,22 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    from rich.console import Console
-
     from lora_moe_rl.export.merged import dequantise
-    from lora_moe_rl.export.merged_out import check_out
-    from lora_moe_rl.models.directory import resolve_model
 
     options = _parser().parse_args(argv)
-    check_out(options.out)
-    err = Console(highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True)
-    source = resolve_model(options.model, options.revision, named="MODEL ")
-    report = dequantise(source, options.out, options.dtype, err.print)
-    print(
-        f"{report.directory}: {report.changed_tensors:,} quantised tensors as {options.dtype}, "
-        f"{report.shards} shards, {report.kept_shards} of them found finished; "
-        f"{report.bytes_written / 1e9:.2f} GB written"
-    )
-    return 0
+
+    def write(source: Path, out: Path, say: Say) -> MergeReport:
+        return dequantise(source, out, options.dtype, say)
+
+    return rewritten(options, write, f"quantised tensors as {options.dtype}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lora-moe-rl dequantise",
-        description=ABOUT,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a name of the hub")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty")
+    parser = rewriting_parser("dequantise", ABOUT, EPILOG)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32", "float16"),
         default="bfloat16",
         help="of the numbers (bfloat16, in which INT4 is rounded once, MXFP4 exact)",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a model of the hub")
-    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     return parser
