@@ -74,5 +74,6 @@ class VersionedEngine:
             logprobs=SimpleNamespace(logprobs=logprobs, start_indices=range(len(said))),
             finish_reason=reason,
             stop_reason=None,
+            spec_decode_metrics=None,
             routed_experts=np.array(layers, np.int32) if rows else None,
         )

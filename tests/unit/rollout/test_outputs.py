@@ -88,6 +88,7 @@ def test_an_answer_without_a_logprob_of_each_token_is_an_error():
         token_ids=[7, 8],
         logprobs=flat([(7, -0.5)]),
         finish_reason="stop",
+        spec_decode_metrics=None,
         stop_reason=None,
         routed_experts=None,
     )
@@ -100,6 +101,7 @@ def test_a_sample_that_went_on_after_its_text_is_no_answer():
         token_ids=[7, 8, 9],
         logprobs=flat([(7, -0.5)], [(8, -0.5)], [(9, -0.5)]),
         finish_reason="stop",
+        spec_decode_metrics=None,
         stop_reason="7 8",
         routed_experts=routes_of(3),
     )
@@ -171,11 +173,12 @@ def test_a_sample_has_the_logprobs_and_routes_of_its_own_tokens():
         token_ids=[7, 8],
         logprobs=flat(*positions),
         finish_reason="stop",
+        spec_decode_metrics=None,
         stop_reason=None,
         routed_experts=routes_of(4),
     )
     second = SimpleNamespace(
-        token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length",
+        token_ids=[9], logprobs=flat([(9, -1.5)]), finish_reason="length", spec_decode_metrics=None,
         stop_reason=None, routed_experts=routes_of(3, first=3),
     )  # fmt: skip
     pieces = [[Piece([1, 2, 3], output, 6, recorded=0)] for output in (first, second)]
@@ -202,6 +205,7 @@ def test_prompts_on_equal_routes_can_be_told():
         token_ids=[7],
         logprobs=flat([(7, -0.5)]),
         finish_reason="stop",
+        spec_decode_metrics=None,
         stop_reason=None,
         routed_experts=routes_of(1),
     )
@@ -231,6 +235,7 @@ def test_a_turn_is_asked_for_no_row_of_routes_that_an_earlier_one_has():
         token_ids=[7, 8],
         logprobs=flat([(7, -0.5)], [(8, -0.25)]),
         finish_reason="stop",
+        spec_decode_metrics=None,
         stop_reason=None,
         routed_experts=routes_of(2, first=2),
     )
@@ -249,7 +254,8 @@ def test_routes_are_bound_to_the_tokens_that_were_fed():
     def said(token_ids, rows):
         return SimpleNamespace(
             token_ids=token_ids, logprobs=flat(*([(t, -1.0)] for t in token_ids)),
-            finish_reason="stop", stop_reason=None, routed_experts=routes_of(rows),
+            finish_reason="stop", stop_reason=None, spec_decode_metrics=None,
+            routed_experts=routes_of(rows),
         )  # fmt: skip
 
     joined = [Piece([1, 2, 3], said([7], 3), 6, 0), Piece([1, 2, 3, 7], said([8, 9], 2), 7, 3)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import zmq
 
@@ -81,10 +84,12 @@ for _ in range(3):
 """
 
 
-def test_a_socket_of_vllms_has_no_name_once_somebody_is_connected(tmp_path, monkeypatch, request):
+def test_a_socket_of_vllms_has_no_name_once_somebody_is_connected(monkeypatch, request):
     """Of a process below this one too; who is connected goes on speaking. Others stay."""
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    theirs, other = tmp_path / str(uuid.uuid4()), tmp_path / "other"
+    folder = Path(tempfile.mkdtemp())  # a socket's path is short
+    request.addfinalizer(lambda: shutil.rmtree(folder))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(folder))
+    theirs, other = folder / str(uuid.uuid4()), folder / "other"
     child = subprocess.Popen(
         [sys.executable, "-c", LISTENS, str(theirs)], stdout=subprocess.PIPE, text=True
     )
