@@ -59,7 +59,7 @@ def test_the_models_own_tokenizer_is_loaded_where_its_code_is_trusted(directory)
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_one_without_code_is_loaded_whatever_the_models_type(tmp_path, kind):
-    """As `export --to language-model` leaves config.json, without auto_map."""
+    """As `lora-moe-rl language-model` leaves config.json, without auto_map."""
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(YARN | {"model_type": kind}))
     assert load_tokenizer(tmp_path, trust_remote_code=False).encode("1+2") == [*b"1+2"]
