@@ -100,8 +100,7 @@ def begin_marks(parser: Any) -> list[str]:
 
 def _check_none_begun(marks: Sequence[str], said: str) -> None:
     """Raises ParseError for an answer with the beginning of a call in it."""
-    begun = next((mark for mark in marks if mark in said), None)
-    if begun is not None:
+    if any(mark in said for mark in marks):
         raise ParseError("a call was begun and could not be read")
 
 
