@@ -106,7 +106,9 @@ class Adapters:
             return merge_delta(shape.dims, tp)
         if path.endswith("linear_qkv"):
             gated = shape.family.attention == "gated_gqa"
-            return merge_qkv(shape.dims["kv_heads"] // tp, shape.dims["head_dim"] if gated else 0)
+            fused = [rows // tp for module in modules for rows in shape.blocks(module)]
+            groups, head = shape.dims["kv_heads"] // tp, shape.dims["head_dim"]
+            return merge_qkv(groups, head if gated else 0, fused)
         return None
 
     def slices(self) -> Iterator[Slice]:

@@ -296,13 +296,15 @@ def _spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def merge_qkv(groups: int, gated: int = 0) -> Merge:
+def merge_qkv(groups: int, gated: int = 0, fused: Sequence[int] = ()) -> Merge:
     """q, k, v outputs to mcore's fused layout: for each of `groups` local kv heads, its q heads,
     then its k, then its v. `gated`: the size of heads where q has of each its query and the gate of
-    its output; mcore has the queries of a group, then their gates."""
+    its output; mcore has the queries of a group, then their gates. `fused`: the columns of q, k and
+    v, where one site has all three."""
 
     def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        grouped = [part.unflatten(-1, (groups, -1)) for part in parts]
+        apart = parts[0].split(fused, dim=-1) if fused else parts
+        grouped = [part.unflatten(-1, (groups, -1)) for part in apart]
         if gated:
             grouped[0] = grouped[0].unflatten(-1, (-1, 2, gated)).transpose(-3, -2).flatten(-3)
         return torch.cat(grouped, dim=-1).flatten(-2)

@@ -94,6 +94,11 @@ def write(
 def form_of(shape: ModelShape, form: Form | None) -> Form:
     """The form of an adapter's files, where `form` was asked for. Raises AdapterError for one that
     nobody reads: experts that are one parameter in checkpoints have no names one by one."""
+    if shape.family.expert_modules and form == "3d":
+        raise AdapterError(
+            f"experts of {shape.architecture} are modules one by one in its code, and have no name "
+            "together: take the form 2d"
+        )
     if not shape.family.interleaved_experts:
         return form or ("3d" if shape.family.stacked_files else "2d")
     if form == "2d":

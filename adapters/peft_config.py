@@ -58,6 +58,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
 def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
     """(`target_modules`, `target_parameters`): see above."""
     converted = _converts(spec)
+    named = converted or spec.shape.family.expert_modules
     modules: set[str] = set()
     parameters: set[str] = set()
     for site in spec:
@@ -68,7 +69,7 @@ def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
             modules.add(name)
         elif not expert and converted:
             parameters.add(f"{path}.weight")
-        elif not expert or (form == "2d" and converted):
+        elif not expert or (form == "2d" and named):
             modules.add(name)
         else:
             parameters.add(f"mlp.experts.{'down' if site.module == EXPERTS[2] else 'gate_up'}_proj")
@@ -96,7 +97,7 @@ def _rank_pattern(spec: AdapterSpec, most: int, form: Form) -> dict[str, int]:
             path += r"(\.weight)?"
         if site.num_experts is None or form == "2d":
             paths.setdefault(path, {})[site.layer] = site.rank
-        if site.num_experts is not None:
+        if site.num_experts is not None and not spec.shape.family.expert_modules:
             down = site.module == "experts.down"
             stacked = rf"mlp\.experts\.{'down' if down else 'gate_up'}_proj"
             of_layer = paths.setdefault(stacked, {})

@@ -69,6 +69,7 @@ _DENSE_KINDS: dict[str, Kind] = {
     "q_proj": "column",
     "k_proj": "column",
     "v_proj": "column",
+    "query_key_value": "column",
     "q_b_proj": "column",
     "kv_b_proj": "column",
     "in_proj_qkvz": "column",
@@ -90,7 +91,7 @@ _DENSE_KINDS: dict[str, Kind] = {
 # mcore linear, as a path below its layer -> the canonical modules fused in it, in output order. A
 # layer has those of its kind.
 _ATTENTION = {
-    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj", "query_key_value"),
     "self_attention.linear_q_proj": ("q_proj",),
     "self_attention.linear_q_down_proj": ("q_a_proj",),
     "self_attention.linear_q_up_proj": ("q_b_proj",),

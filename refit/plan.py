@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, repeat
 
 from lora_moe_rl.adapters.sharding import (
     Box,
@@ -241,8 +241,12 @@ def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int
     if matrix == "A" or not site.blocks:
         return [_held(site, matrix, engine, rank, kv_heads)]
     found, first = [], 0
-    for rows in site.blocks:
-        one = _held(replace(site, out_features=rows), matrix, engine, rank, kv_heads)
+    names = (
+        ("q_proj", "k_proj", "v_proj") if site.module == "query_key_value" else repeat(site.module)
+    )
+    for name, rows in zip(names, site.blocks):
+        one = replace(site, module=name, out_features=rows)
+        one = _held(one, matrix, engine, rank, kv_heads)
         found.append(Box((first + one.start[0], *one.start[1:]), one.shape))
         first += rows
     return found

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -223,15 +223,31 @@ def _find_places(layouts: Sequence[PartLayout], rank: int, slots: Slots) -> dict
         if entry.module not in slots.manager.modules:
             raise RefitError(f"vLLM serves no adapters on {entry.module}")
         buffer = slots.buffer(entry.module, slice_, entry.matrix)
-        outer = _outer_box(tensor, [entry.box for *_, entry in items])
+        boxes = [entry.box for *_, entry in items]
+        boxes = _joined(boxes) if entry.matrix == "B" else boxes
+        outer = _outer_box(tensor, boxes)
         _check_shape(tensor, entry.matrix, outer.shape, tuple(buffer.shape[1:]))
         if len(outer.shape) == 3:
             _check_experts(tensor, outer, slots.experts(entry.module))
         every_expert = (slice(None),) * (buffer.dim() - 1 - len(outer.shape))
-        for source, i, entry in items:
-            window = every_expert + entry.box.within(outer)
+        for (source, i, entry), box in zip(items, boxes, strict=True):
+            window = every_expert + box.within(outer)
             places[source].append(Place(i, entry.span(dtypes[source]), buffer, window))
     return places
+
+
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """The same boxes of a B without the rows between them, which other ranks have: of a linear that
+    has several outputs side by side, a rank has some rows of each."""
+    rows = sorted({(box.start[-2], box.start[-2] + box.shape[-2]) for box in boxes})
+    left_out, moved, end = 0, {}, rows[0][0]
+    for start, stop in rows:
+        left_out += max(0, start - end)
+        moved[start] = start - left_out
+        end = max(end, stop)
+    return [
+        replace(box, start=(*box.start[:-2], moved[box.start[-2]], box.start[-1])) for box in boxes
+    ]
 
 
 def _outer_box(tensor: str, boxes: Sequence[Box]) -> Box:

@@ -26,6 +26,7 @@ __all__ = [
     "check_around",
     "check_variant",
     "hf_layer",
+    "hf_name",
     "hf_path",
     "hf_prefix",
     "language_config",
@@ -203,7 +204,13 @@ def hf_path(shape: ModelShape, module: str) -> str:
         return f"mlp.{part}_proj"
     if module.startswith("in_proj_") or module == "out_proj":
         return f"linear_attn.{module}"
-    return f"self_attn.{'kv_a_proj_with_mqa' if module == 'kv_a_proj' else module}"
+    name = "kv_a_proj_with_mqa" if module == "kv_a_proj" else module
+    return f"{hf_name(shape, 'self_attn')}.{hf_name(shape, name)}"
+
+
+def hf_name(shape: ModelShape, usual: str) -> str:
+    """What a family calls what most call `usual` (`Family.names`)."""
+    return shape.family.names.get(usual, usual)
 
 
 def _read(family: Family, c: Config) -> ModelShape:

@@ -107,6 +107,8 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"this {shape.architecture} is dense, and only bases with routed experts are shared"
     if shape.linear_layers:
         return f"linear attention, which this {shape.architecture} has, is not shared"
+    if shape.family.attention == "fused_gqa":
+        return f"queries, keys and values in one linear, as {shape.architecture} has them, are not"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
     if config.rollout.dp > 1:

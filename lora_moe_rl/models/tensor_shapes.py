@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path, hf_prefix
+from lora_moe_rl.adapters.families import ModelShape, hf_name, hf_path, hf_prefix
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import Entry, SafeFile
 
@@ -100,7 +100,7 @@ def _outside(shape: ModelShape, prefix: str) -> dict[str, Shape]:
     """The shapes of the tensors that are of no layer."""
     table = shape.vocab_size, shape.hidden_size
     return {
-        f"{prefix}embed_tokens.weight": table,
+        f"{prefix}{hf_name(shape, 'embed_tokens')}.weight": table,
         "lm_head.weight": table,
         f"{prefix}norm.weight": (shape.hidden_size,),
     }
@@ -124,14 +124,15 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
     if "head_dim" in shape.dims:
         for norm, heads in (("q_norm", "heads"), ("k_norm", "kv_heads")):
             together = shape.dims[heads] if shape.family.norm_over_heads else 1
-            found[f"self_attn.{norm}.weight"] = (together * shape.dims["head_dim"],)
+            path = f"{hf_name(shape, 'self_attn')}.{hf_name(shape, norm)}"
+            found[f"{path}.weight"] = (together * shape.dims["head_dim"],)
     if layer in shape.linear_layers:
         found |= _of_linear_attention(shape.dims)
     if layer in shape.moe_layers:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)
         for router in (f"{block}.gate", block):
-            found[f"{router}.e_score_correction_bias"] = (experts,)
+            found[f"{router}.{hf_name(shape, 'e_score_correction_bias')}"] = (experts,)
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)

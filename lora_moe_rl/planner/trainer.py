@@ -355,7 +355,6 @@ def _linear(module: str, spec: AdapterSpec) -> str:
     block, _, part = module.rpartition(".")
     if part in ("gate", "up"):
         return f"{block}.fc1"
-    gqa = spec.shape.family.attention in ("gqa", "gated_gqa")
-    if gqa and part in ("q_proj", "k_proj", "v_proj"):
+    if spec.shape.family.attention != "mla" and part in ("q_proj", "k_proj", "v_proj"):
         return "qkv"
     return "in_proj" if part.startswith("in_proj") else module

@@ -85,7 +85,7 @@ def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:
 # Our module name -> (vLLM's module below model.layers.N, part). The names of the blocks of
 # experts are their family's.
 _COMMON = {
-    "o_proj": ("{attention}.o_proj", 0),
+    "o_proj": ("{attention}.{o_proj}", 0),
     "mlp.gate": ("mlp.gate_up_proj", 0),
     "mlp.up": ("mlp.gate_up_proj", 1),
     "mlp.down": ("mlp.down_proj", 0),
@@ -100,6 +100,7 @@ _GQA = {
     "q_proj": ("{attention}.qkv_proj", 0),
     "k_proj": ("{attention}.qkv_proj", 1),
     "v_proj": ("{attention}.qkv_proj", 2),
+    "query_key_value": ("{attention}.query_key_value", 0),
 }
 _GATED_DELTA = {
     "in_proj_qkvz": ("linear_attn.in_proj_qkvz", 0),
@@ -141,8 +142,10 @@ def served_slices(
 
 def served_parts(shape: ModelShape, site: Site) -> tuple[str, tuple[int, ...]]:
     """(vLLM's module, the parts of it that are a site's). Each block of a linear is a part, with an
-    A of its own: all of them hold the site's."""
+    A of its own: all of them hold the site's. Those of query_key_value are one part."""
     module, part = served_module(shape, site)
+    if site.module == "query_key_value":
+        return module, (part,)
     return module, tuple(range(part, part + max(1, len(site.blocks))))
 
 
@@ -164,6 +167,7 @@ def _module(shape: ModelShape, layer: int, module: str) -> tuple[str, int]:
     suffix, part = (_COMMON | attention)[module]
     suffix = suffix.format(
         attention=family.served_attention,
+        o_proj=family.names.get("o_proj", "o_proj"),
         moe_block=family.moe_block,
         shared_expert=family.shared_expert,
     )

@@ -4,8 +4,9 @@ It does nothing unless the process belongs to one of our engines. There `gathere
 `gathered_requests` spare what streaming costs, and a message a request; `one_by_one` lets stop
 strings end a sample where several tokens are sampled at once. Where an engine's experts
 are spread over data-parallel ranks, vLLM loses adapters: `dp_lora` mends that. `left_out` passes
-over weights of a checkpoint that are not the language model's. Its GPU build needs
-no other mend; its CPU build lacks twelve things, each mended in a file of its own:
+over weights of a checkpoint that are not the language model's; `config_types` knows model types
+that transformers does not. Its GPU build needs no other mend; its CPU build lacks twelve things,
+each mended in a file of its own:
 
     cpu_lora     LoRA on linears, right in batches that mix adapters and the base
     cpu_delta    gated DeltaNet in float32
@@ -40,6 +41,7 @@ def register() -> None:
     keep_no_semaphore()
     from vllm.platforms import current_platform
 
+    from lora_moe_rl.models import config_types
     from lora_moe_rl.rollout import (
         draft_config,
         gathered_outputs,
@@ -47,6 +49,7 @@ def register() -> None:
         one_by_one,
     )
 
+    config_types.register()
     gathered_outputs.install()
     gathered_requests.install()
     one_by_one.install()

@@ -128,7 +128,7 @@ def _register_families() -> None:
         if family.inside is not None:  # the bridge is that of the model by itself
             continue
         register = MegatronModelBridge.register_bridge(
-            source=getattr(transformers, architecture),
+            source=getattr(transformers, architecture, architecture),
             target=GPTModel,
             model_type=family.model_types[0],
         )

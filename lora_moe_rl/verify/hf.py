@@ -12,7 +12,7 @@ import torch
 from psutil import virtual_memory
 from torch.overrides import TorchFunctionMode
 
-from lora_moe_rl.adapters.families import hf_path, hf_prefix
+from lora_moe_rl.adapters.families import hf_name, hf_path, hf_prefix
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.hf_load import load, load_whole
 
@@ -31,12 +31,12 @@ BYTES_A_WEIGHT = 12  # as float32, and as float64 beside it
 def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.ndarray]) -> None:
     """W += scale * B A, in place; of a language model inside a larger one, by itself or not.
 
-    transformers 5 stacks the routed experts of every family: `mlp.experts.gate_up_proj`
+    transformers 5 stacks the routed experts of every family that it has: `mlp.experts.gate_up_proj`
     `[E, 2I, H]` and `down_proj` `[E, H, I]`. A tensor that all experts share has no E: the product
     broadcasts. Interleaved ones are `[E, H, 2I]`, with gate in every even column, and `[E, I, H]`.
     """
     state = model.state_dict()
-    inside = f"{hf_prefix(spec.shape)}embed_tokens.weight" in state
+    inside = f"{hf_prefix(spec.shape)}{hf_name(spec.shape, 'embed_tokens')}.weight" in state
     prefix = hf_prefix(spec.shape) if inside else "model."
     for site in spec:
         A, B = (torch.from_numpy(tensors[f"{site.name}.{m}"]) for m in "AB")
@@ -44,6 +44,10 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
         layer = f"{prefix}layers.{site.layer}"
         if site.num_experts is None:
             state[f"{layer}.{hf_path(spec.shape, site.module)}.weight"] += delta
+        elif f"{layer}.mlp.experts.0.up_proj.weight" in state:  # one by one
+            for expert, one in enumerate(delta.expand(site.num_experts, *delta.shape[-2:])):
+                path = hf_path(spec.shape, site.module).format(expert)
+                state[f"{layer}.{path}.weight"] += one
         elif spec.shape.family.interleaved_experts:
             part, columns = _IN_TURN[site.module]
             state[f"{layer}.mlp.experts.{part}_proj"][..., columns] += delta.mT

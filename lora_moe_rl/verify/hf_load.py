@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from lora_moe_rl.adapters.families import FAMILIES, language_config
+from lora_moe_rl.adapters.families import FAMILIES, Family, language_config
+from lora_moe_rl.errors import ModelError
 from lora_moe_rl.export.merged import dequantise
+from lora_moe_rl.files.untrusted import SafeWeights
 
 
 def load(model_dir: Path) -> torch.nn.Module:
@@ -30,17 +33,30 @@ def load(model_dir: Path) -> torch.nn.Module:
     (architecture,) = config["architectures"]
     family, inside = FAMILIES[architecture], FAMILIES[architecture].inside
     config = dict(language_config(config))
-    model_class = getattr(transformers, architecture if inside is None else inside.architecture)
+    name = architecture if inside is None else inside.architecture
+    model_class = getattr(transformers, name, None) or reference_class(family)
     model_type = family.model_types[0] if inside is None else inside.model_type
     keys = family.reference_keys(config) | {"model_type": model_type}
     settings = model_class.config_class.from_dict(config | keys)
-    model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
+    if family.reference_class is None:
+        model = model_class.from_pretrained(model_dir, config=settings, dtype=torch.float32)
+    else:  # of older code: transformers 5 would draw its weights anew, and lose its buffers
+        model = model_class(settings).float()
+        with SafeWeights.open(model_dir) as weights:
+            model.load_state_dict({name: weights.read(name) for name in weights.file_of})
     for layer in model.model.layers:
         if hasattr(getattr(layer, "self_attn", None), "kv_a_layernorm"):
             _mend_mla_norms(layer.self_attn, settings.rms_norm_eps)
         if family.mend_reference is not None:
             family.mend_reference(layer, settings)
     return model.eval()
+
+
+def reference_class(family: Family) -> Any:
+    """Of a family that transformers does not know."""
+    if family.reference_class is None:
+        raise ModelError(f"transformers {transformers.__version__} has no {family.architecture}")
+    return family.reference_class()
 
 
 def load_whole(model_dir: Path) -> torch.nn.Module:

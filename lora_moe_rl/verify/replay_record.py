@@ -28,7 +28,7 @@ RESPONSE = 24
 SHORT, LONG = 20, 80  # tokens of a prompt
 CHUNK = 32  # tokens of a step, where prompts are prefilled in chunks
 # Tokens of a block: the least that vLLM's CPU attention takes.
-BLOCKS = {"mla": 16, "gqa": 32, "gated_gqa": 32}
+BLOCKS = {"mla": 16, "gqa": 32, "fused_gqa": 32, "gated_gqa": 32}
 TIGHT = 256  # tokens of a KV cache, of each kind, that holds two samples of the longest
 
 

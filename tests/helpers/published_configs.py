@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lora_moe_rl.adapters.families import language_config
+from lora_moe_rl.adapters.families import FAMILIES, language_config
 from lora_moe_rl.planner.facts import config_of
 
 QWEN3_30B_A3B = config_of("qwen3_30b_a3b")
@@ -22,6 +22,7 @@ QWEN3_5_35B_A3B = config_of("qwen3_5_35b_a3b")
 GPT_OSS_20B = config_of("gpt_oss_20b")
 OLMOE_1B_7B = config_of("olmoe_1b_7b")
 MINIMAX_M2 = config_of("minimax_m2")
+LING_MINI_2_0 = config_of("ling_mini_2_0")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -40,6 +41,7 @@ PUBLISHED = {
     "GPT-OSS-20B": GPT_OSS_20B,
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "MiniMax-M2": MINIMAX_M2,
+    "Ling-mini-2.0": LING_MINI_2_0,
 }
 
 
@@ -65,6 +67,9 @@ def hf_config(config: dict):
     import transformers
 
     config = dict(language_config(config))
+    family = FAMILIES[config["architectures"][0]]
+    if family.reference_class is not None:  # that transformers does not know
+        return family.reference_class().config_class(**config | {"pad_token_id": None})
     # transformers has no class of type kimi_k2: it is DeepSeek-V3's.
     kind = str({"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"]))
     rest = {k: v for k, v in config.items() if k != "model_type"}
@@ -79,6 +84,8 @@ def hf_model(config: dict, changes: Mapping[str, Any] = MappingProxyType({}), **
     language = hf_config(config)
     for key, value in changes.items():
         setattr(language, key, value)
+    if (ours := FAMILIES[config["architectures"][0]].reference_class) is not None:
+        return ours()(language)
     if "text_config" not in config:
         return transformers.AutoModelForCausalLM.from_config(language, **options)
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 16}

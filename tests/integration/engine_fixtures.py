@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ def reference(
     model there are none."""
     routes: dict[int, torch.Tensor] = {}
     hooks = [
-        model.get_submodule(f"model.layers.{layer}.mlp.experts").register_forward_pre_hook(
-            lambda _, args, layer=layer: routes.__setitem__(layer, args[1])
+        _on_choice(
+            model.get_submodule(f"model.layers.{layer}.mlp"), partial(routes.__setitem__, layer)
         )
         for layer in spec.shape.moe_layers
     ]
@@ -179,6 +180,13 @@ def reference(
         return logprobs, np.zeros((len(chosen), 0, 0))
     table = torch.stack([routes[layer][:-1] for layer in spec.shape.moe_layers], dim=1)
     return logprobs, table.sort(-1).values.numpy()
+
+
+def _on_choice(mlp: torch.nn.Module, keep: Callable[[torch.Tensor], None]):
+    """`keep` gets the experts that are chosen for each token, `[L, top_k]`."""
+    if isinstance(mlp.experts, torch.nn.ModuleList):  # one by one: the block calls no module of all
+        return mlp.gate.register_forward_hook(lambda _, args, given: keep(given[0]))
+    return mlp.experts.register_forward_pre_hook(lambda _, args: keep(args[1]))
 
 
 def save_random_model(name: str, folder: Path) -> torch.nn.Module:

@@ -14,6 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lora_moe_rl.adapters.families import FAMILIES as OURS
+from lora_moe_rl.verify.hf_load import reference_class
+
 VOCAB_SIZE = 131  # what two tensor-parallel ranks do not divide
 COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -242,6 +245,33 @@ FAMILIES = {
         },
         {},
     ),
+    # Queries, keys and values in one linear, groups by their best two, two shared experts.
+    "bailing_moe_v2": (
+        "BailingMoeV2",
+        GQA
+        | {
+            "moe_intermediate_size": 48,
+            "num_experts": 12,
+            "num_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "pad_token_id": 0,
+            "rope_parameters": COMMON["rope_parameters"] | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "model_type": "bailing_moe",
+            "use_rmsnorm": True,
+            "norm_topk_prob": True,
+            "score_function": "sigmoid",
+            "router_dtype": "fp32",
+            "moe_shared_expert_intermediate_size": 48,
+            "rotary_dim": 16,
+        },
+    ),
     # The sizes of heads are the published ones, which are not those of other MLA.
     "glm4_moe_lite": (
         "Glm4MoeLite",
@@ -327,7 +357,9 @@ def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     """Writes the named model to `folder` and returns it, in float32; `changes`: other sizes."""
     kind, sizes, published = FAMILIES[name]
     sizes = {key: value for key, value in (COMMON | sizes | changes).items() if value is not ABSENT}
-    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model_class = getattr(transformers, f"{kind}ForCausalLM", None) or reference_class(
+        OURS[f"{kind}ForCausalLM"]
+    )
     if name.endswith("_published"):
         model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
         sizes = {"text_config": sizes, "vision_config": VISION}

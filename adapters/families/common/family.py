@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Config = Mapping[str, Any]
@@ -58,13 +58,17 @@ class Family:
                  and what follows about experts means nothing
     moe_block, expert_names  (gate, up, down): the names that checkpoints, vLLM and adapters use for
                  routed experts
+    names        {ours: Hugging Face's} of what is not called as usual: self_attn, o_proj, q_norm,
+                 k_norm, e_score_correction_bias, embed_tokens
+    reference_class  the class of the reference, where transformers has none of the architecture's
+                 name; imports Megatron-Bridge, which has it
     shared_expert  its Hugging Face name below `mlp`; `shared_width`: its width, 0 if there is none
     """
 
     architecture: str
     title: str
     model_types: tuple[str, ...]  # the first is the one that transformers knows
-    attention: Literal["gqa", "gated_gqa", "mla"]
+    attention: Literal["gqa", "fused_gqa", "gated_gqa", "mla"]
     refused: Callable[[Config], Iterable[str]]
     bridge: Callable[[], type]
     linear_layers: Callable[[Config], tuple[int, ...]] | None = None
@@ -89,15 +93,20 @@ class Family:
     shared_width: Callable[[Config], int] = lambda c: 0
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
 
+    names: Mapping[str, str] = field(default_factory=dict)
     served_attention: str = "self_attn"  # vLLM's name of a layer's attention
     # Why vLLM cannot serve adapters of the family; '' if it can.
     not_served: str = ""
     # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
     peft_finds_experts: bool = True
+    # Whether each expert is modules of its own in the model's code, as in its checkpoints: files of
+    # the 3d form would name nothing.
+    expert_modules: bool = False
     # Whether PEFT finds them in files of the 3d form alone, and vLLM wants a flag for those of 2d.
     stacked_files: bool = False
     # What transformers' config is given beside config.json, to compute what was trained.
     reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
+    reference_class: Callable[[], Any] | None = None
     # Mends a decoder layer of transformers' model in place, given that and the model's config, so
     # that it computes what was trained (verify/hf_load.py).
     mend_reference: Callable[[Any, Any], None] | None = None

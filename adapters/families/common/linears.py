@@ -53,6 +53,13 @@ def _gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     }
 
 
+def _fused_gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
+    """query_key_value has the queries of all heads, then their keys, then all values."""
+    outputs = sum(blocks("query_key_value", d))
+    o_proj = _gqa(d, hidden)["o_proj"]
+    return {"query_key_value": (hidden, outputs, None), "o_proj": o_proj}
+
+
 def _gated_gqa(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
     """q_proj has of each head its query, then the gate of its output."""
     linears = _gqa(d, hidden)
@@ -99,6 +106,9 @@ def _separate_delta(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
 def blocks(module: str, d: Mapping[str, int]) -> tuple[int, ...]:
     """The outputs of a linear that has several in one, side by side, of which each is cut over
     ranks by itself; () of any other."""
+    if module == "query_key_value":
+        keys = d["kv_heads"] * d["head_dim"]
+        return d["heads"] * d["head_dim"], keys, keys
     if module != "in_proj_qkv":
         return ()
     keys = d["linear_key_heads"] * d["linear_key_dim"]
@@ -124,6 +134,7 @@ def _mla(d: Mapping[str, int], hidden: int) -> dict[str, Dims]:
 
 ATTENTION = {
     "gqa": Attention(_gqa_dims, _gqa),
+    "fused_gqa": Attention(_gqa_dims, _fused_gqa),
     "gated_gqa": Attention(_gqa_dims, _gated_gqa),
     "mla": Attention(_mla_dims, _mla),
     "gated_delta": Attention(_delta_dims, _delta),

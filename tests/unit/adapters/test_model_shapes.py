@@ -1,6 +1,7 @@
 """Modules of every family from config.json alone, against the model classes of transformers."""
 
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ PARAMETERS = {
     "GPT-OSS-20B": 20.9,
     "OLMoE-1B-7B": 6.92,
     "MiniMax-M2": 228.7,
+    "Ling-mini-2.0": 16.3,
 }
 
 
@@ -45,7 +47,8 @@ def hf_linears(config: dict) -> dict[str, tuple[int, ...]]:
     """`{path below model.: weight shape}` of transformers' own model, with stacked experts."""
     with torch.device("meta"):
         (name,) = language_config(config)["architectures"]
-        model = getattr(transformers, name)(hf_config(config))
+        own = FAMILIES[name].reference_class
+        model = (own() if own else getattr(transformers, name))(hf_config(config))
     found = {
         name: tuple(module.weight.shape)
         for name, module in model.named_modules()
@@ -58,9 +61,28 @@ def hf_linears(config: dict) -> dict[str, tuple[int, ...]]:
     }
     return {
         name.removeprefix("model."): shape
-        for name, shape in found.items()
+        for name, shape in stacked(found).items()
         if not name.endswith(NO_SITES)
     }
+
+
+def stacked(linears: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same, where experts are modules of their own, with those of a layer in one."""
+    found, experts = {}, defaultdict(list)
+    for name, shape in linears.items():
+        block, _, rest = name.partition(".experts.")
+        if rest[:1].isdigit():
+            experts[block, rest.partition(".")[2]].append(shape)
+        else:
+            found[name] = shape
+    for (block, name), shapes in experts.items():
+        (shape,) = set(shapes)
+        if name == "down_proj":
+            found[f"{block}.experts.down_proj"] = (len(shapes), *shape)
+        elif name == "gate_proj":
+            assert experts[block, "up_proj"] == shapes
+            found[f"{block}.experts.gate_up_proj"] = (len(shapes), 2 * shape[0], shape[1])
+    return found
 
 
 def our_linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:

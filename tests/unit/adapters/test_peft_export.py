@@ -84,8 +84,8 @@ FORMS = ("2d", "3d")
 # Kimi-K2 and Moonlight have DeepSeek-V3's architecture.
 OTHERS = [n for n in PUBLISHED if n not in ("Qwen3-30B-A3B", "Kimi-K2", "Moonlight-16B-A3B")]
 # PEFT finds experts of these in one form alone, which is what they are exported in.
-ONE_FORM = ("GPT-OSS-20B", "Qwen3.5-35B-A3B")
-OF_OTHERS = [(n, form) for n in OTHERS for form in FORMS if n not in ONE_FORM or form == "3d"]
+ONE_FORM = {"GPT-OSS-20B": "3d", "Qwen3.5-35B-A3B": "3d", "Ling-mini-2.0": "2d"}
+OF_OTHERS = [(n, form) for n in OTHERS for form in FORMS if ONE_FORM.get(n, form) == form]
 
 
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # patterns of stacked experts
@@ -105,6 +105,12 @@ def test_peft_loads_every_site_of_other_families(name, form, tmp_path):
         patterns = {"layers.3.*": 5, "layers.3.mlp.up": 2, "layers.0.*": 2}
         adapter = {"rank": 4, "rank_pattern": patterns}
     check_loaded_equals_merged(name, adapter, tmp_path / "adapter", form)
+
+
+def test_experts_that_are_modules_have_one_form(tmp_path):
+    spec, tensors, config, _ = make("Ling-mini-2.0", {"rank": 4})
+    with pytest.raises(AdapterError, match="take the form 2d"):
+        peft.write(tmp_path / "a", spec, tensors, config, "3d")
 
 
 def test_interleaved_experts_have_one_form(tmp_path):

@@ -100,7 +100,7 @@ def test_a_reduction_is_left_out_of_another_table():
 
 
 def test_sites_of_one_mcore_linear_are_trained_as_one():
-    assert fused_with("k_proj") == ("q_proj", "k_proj", "v_proj")
+    assert fused_with("k_proj") == ("q_proj", "k_proj", "v_proj", "query_key_value")
     assert fused_with("experts.up") == ("experts.gate", "experts.up")
     assert {site.module for site in SITES} <= {m for site in SITES for m in fused_with(site.module)}
     for site in SITES:

@@ -32,7 +32,7 @@ PROGRAM = textwrap.dedent(
     for architecture, family in FAMILIES.items():
         if family.inside is not None:  # the language model in it has the bridge
             architecture = family.inside.architecture
-        one = get_model_bridge(getattr(transformers, architecture))
+        one = get_model_bridge(getattr(transformers, architecture, architecture))
         assert type(one).__module__.startswith("lora_moe_rl.adapters.families."), one
     assert Gemma2ModelProvider is own
     assert set(megatron.bridge.models.__all__) <= set(dir(megatron.bridge.models))
