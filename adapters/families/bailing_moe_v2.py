@@ -24,6 +24,8 @@ def refused(c: Config) -> Iterator[str]:
     for key, has in HAS.items():
         if (value := c.get(key)) != has:
             yield f"{key}={value!r} is not supported: Ling 2.0 has {has!r}, which vLLM reads"
+    if not c.get("n_group"):
+        yield f"n_group={c.get('n_group')} is not supported: the model's own code has groups alone"
     for key in LACKS:
         if value := c.get(key):
             yield f"{key}={value!r} is not supported: no published model of this family has it"
@@ -38,6 +40,7 @@ def refused(c: Config) -> Iterator[str]:
     rotated, part = c.get("rotary_dim"), c.get("partial_rotary_factor")
     if None not in (rotated, part) and rotated != c["head_dim"] * part:
         yield f"partial_rotary_factor={part} is not rotary_dim={rotated} of head_dim"
+    yield from refusals.quantised(c)
     if layers := c.get("num_nextn_predict_layers"):
         yield (
             f"num_nextn_predict_layers={layers} is not supported: vLLM's class of this family has "
@@ -75,8 +78,8 @@ def reference_class() -> Any:
     from lora_moe_rl.trainer import bridge
 
     bridge.load()
-    from megatron.bridge.models.bailing.modeling_bailing_moe_v2 import BailingMoeV2ForCausalLM
-
+    with bridge.quietly():
+        from megatron.bridge.models.bailing.modeling_bailing_moe_v2 import BailingMoeV2ForCausalLM
     return BailingMoeV2ForCausalLM
 
 

@@ -32,11 +32,7 @@ def refused(c: Config) -> Iterator[str]:
     for factor in factors:
         if factor is not None and factor * c["head_dim"] != c["rotary_dim"]:
             yield f"partial_rotary_factor={factor} is not rotary_dim={c['rotary_dim']} of head_dim"
-    if c.get("quantization_config"):
-        yield (
-            "quantization_config is not supported for this family, whose quantised base nobody has "
-            f"compared with its numbers here; {refusals.AS_NUMBERS}"
-        )
+    yield from refusals.quantised(c)
 
 
 def bridge() -> type:

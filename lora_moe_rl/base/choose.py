@@ -108,7 +108,7 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
     if shape.linear_layers:
         return f"linear attention, which this {shape.architecture} has, is not shared"
     if shape.family.attention == "fused_gqa":
-        return f"queries, keys and values in one linear, as {shape.architecture} has them, are not"
+        return f"q, k and v in one linear, as this {shape.architecture} has them, are not shared"
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
     if config.rollout.dp > 1:

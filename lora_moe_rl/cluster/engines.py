@@ -9,7 +9,7 @@ engines go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import ray
@@ -212,8 +212,15 @@ class RolloutEngines(TakingTurns):
         self.published = None
         for index in self.arrivals():
             await self._pin(self.actors[index])
+
+        def give(index: int) -> Awaitable[list[Ref]]:
+            return self._give(index, "publish", version, parts)
+
         with self.held_up:  # one of merged weights answers nothing meanwhile
-            refs = await self._all(lambda i: self._give(i, "publish", version, parts))
+            refs = await self._all(give)
+            await self.all_back()
+            # Those that stand in for others, which have left over it.
+            refs |= await self._all(give, self.empty - refs.keys())
         self.published = version, parts
         for index in self.empty:
             self.oldest[index] = version

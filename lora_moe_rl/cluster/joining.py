@@ -5,7 +5,8 @@
       └────────────── dies more often than the run allows, or its node is lost ─────────┘
 
 The first least_engines of them are there from the beginning, or the run does not start. The others
-are absent then. One that does not start is tried again with each version.
+are absent then. One that does not start is tried again with each version. Where one that leaves
+would leave too few, one that is arriving stands in for it, and takes the version that is served.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Joining(Replicas):
         self._arriving: dict[int, asyncio.Task[None]] = {}
 
     def _leaves(self, index: int) -> bool:
-        if len(self.present) <= self.config.rollout.firm_engines:
+        if len(self.present) <= self.config.rollout.firm_engines and not self._one_stands_in():
             return False
         self.absent.add(index)
         self.empty.discard(index)
@@ -39,6 +40,24 @@ class Joining(Replicas):
             *(index, len(self.present)),
         )
         return True
+
+    def _one_stands_in(self) -> bool:
+        """An engine that is arriving is present at once, and comes back like one that has died."""
+        for index, task in sorted(self._arriving.items()):
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                continue  # it did not start
+            del self._arriving[index]
+            self.absent.remove(index)
+            begun = self._begun(index, task)
+            self.returning[index] = asyncio.create_task(self._bring_back(index, begun))
+            log.warning("engine-%d is arriving, and stands in for the one that leaves", index)
+            return True
+        return False
+
+    async def _begun(self, index: int, task: asyncio.Task[None]) -> None:
+        await task
+        if self.pinned is not None:  # it may be another than when it began
+            await self._refitted(actor := self.actors[index], actor.remote("pin", self.pinned))
 
     def arrivals(self) -> list[int]:
         """Before a version is published: who has arrived and takes it; others are tried."""

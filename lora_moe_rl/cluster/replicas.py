@@ -347,15 +347,16 @@ class Replicas:
         )
         return True
 
-    async def _bring_back(self, index: int) -> None:
-        """Starts a dead engine anew, until it lives."""
+    async def _bring_back(self, index: int, begun: Awaitable[None] | None = None) -> None:
+        """Starts a dead engine anew, until it lives; `begun`: what starts it already."""
         started = time.perf_counter()
         _BRINGS_BACK.set(index)
         while True:
             try:
-                await self._start_anew(index)
+                await self._start_anew(index, begun)
                 break
             except LoraMoeRlError as error:
+                begun = None
                 if is_death(error) and not self._is_first(index, self.actors[index]):
                     return  # whoever noticed it starts the engine anew
                 if not self._count(index, error):
@@ -379,9 +380,11 @@ class Replicas:
         if self.pinned is not None:
             await self._refitted(actor, actor.remote("pin", self.pinned))
 
-    async def _start_anew(self, index: int) -> None:
-        self.actors[index].end()  # may live on around a vLLM that has died, or is silent
-        await self._begin(index)
+    async def _start_anew(self, index: int, begun: Awaitable[None] | None) -> None:
+        if begun is None:
+            self.actors[index].end()  # may live on around a vLLM that has died, or is silent
+            begun = self._begin(index)
+        await begun
         actor = self.actors[index]
         if self.published is not None:
             version, parts = self.published

@@ -57,6 +57,8 @@ def serving_of(shape: ModelShape) -> tuple[bool, list[str]]:
     more = []
     if shape.family.inside is not None:
         more = ["--language-model-only", "--enable-mixed-moe-lora-format"]
+    if shape.family.reference_class is not None:  # a model type that transformers does not know
+        more = ["--trust-remote-code"]
     return shape.family.attention == "mla", more
 
 

@@ -8,8 +8,12 @@ the class names of our leaf modules. A model family's bridge stands in its file,
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -40,13 +44,27 @@ def load():
     finder = _WhenAsked()
     sys.meta_path.insert(0, finder)
     try:
-        from megatron.bridge import AutoBridge
+        with quietly():
+            from megatron.bridge import AutoBridge
+
+            _register_local_modules()
+            _register_families()
     finally:
         sys.meta_path.remove(finder)
-
-    _register_local_modules()
-    _register_families()
     return AutoBridge
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, nobody logs below warnings, or warns: Megatron-core and Bridge tell of everything
+    that is not installed, with stacks."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def source_of(model_dir: Path, dtype: torch.dtype) -> Any:

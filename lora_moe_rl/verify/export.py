@@ -65,6 +65,8 @@ def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> Sequence[str]:
     family, why = spec.shape.family, {}
     if family.stacked_files or family.interleaved_experts:
         why["peft-2d"] = "PEFT reads peft-3d alone"
+    if family.expert_modules:
+        why["peft-3d"] = "experts are modules one by one, and PEFT reads peft-2d alone"
     if family.interleaved_experts:
         why["vllm-adapter"] = "vLLM reads no experts one by one"
         if any(site.num_experts is not None for site in spec):

@@ -63,6 +63,15 @@ def _rope(rope: Config, allowed: tuple[str, ...], keys: tuple[str, ...]) -> Iter
         yield "yarn rope needs original_max_position_embeddings, or Megatron-core assumes 4096"
 
 
+def quantised(c: Config) -> Iterator[str]:
+    """Of a family whose published numbers nobody has compared with a quantised base here."""
+    if c.get("quantization_config"):
+        yield (
+            "quantization_config is not supported for this family, whose quantised base nobody has "
+            f"compared with its numbers here; {AS_NUMBERS}"
+        )
+
+
 def interleaved_rope(c: Config) -> Iterator[str]:
     """Of MLA: pairs of rotary embeddings stand next to each other, in vLLM and in Megatron-core."""
     if c.get("rope_interleave") is False:

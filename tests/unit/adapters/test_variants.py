@@ -24,6 +24,7 @@ OSS_ROPE = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OSS_PLAIN = {"num_hidden_layers": 3, "sliding_window": 128, "rope_scaling": OSS_ROPE}
 SLIDING, FULL = "sliding_attention", "full_attention"
 OLMOE, MINIMAX = "OlmoeForCausalLM", "MiniMaxM2ForCausalLM"
+BAILING = "BailingMoeV2ForCausalLM"
 FLASH = "Glm4MoeLiteForCausalLM"
 FLASH_SIZES = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
 OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
@@ -33,6 +34,17 @@ M2 = {
     "head_dim": 128,
     "rotary_dim": 64,
 }  # fmt: skip
+
+LING = {
+    "use_qk_norm": True,
+    "use_rmsnorm": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "n_group": 8,
+    "embedding_dropout": 0.0,
+    "moe_intermediate_size": 512,
+    "head_dim": 128,
+}
 
 REFUSED = [
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -118,6 +130,22 @@ REFUSED = [
     (MINIMAX, M2 | {"attn_type_list": [1, 0]}, "attn_type_list"),
     (MINIMAX, M2 | {"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0"),
     (MINIMAX, M2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (BAILING, LING | {"use_rmsnorm": None}, "use_rmsnorm=None"),
+    (BAILING, LING | {"use_qk_norm": False}, "use_qk_norm=False"),
+    (BAILING, LING | {"score_function": "softmax"}, "score_function='softmax'"),
+    (BAILING, LING | {"moe_router_enable_expert_bias": False}, "enable_expert_bias=False"),
+    (BAILING, LING | {"use_qkv_bias": True}, "use_qkv_bias=True"),
+    (BAILING, LING | {"use_bias": True}, "use_bias=True"),
+    (BAILING, LING | {"norm_head": True}, "norm_head=True"),
+    (BAILING, LING | {"embedding_dropout": 0.1}, "embedding_dropout=0.1"),
+    (BAILING, LING | {"n_group": None}, "n_group=None"),
+    (BAILING, LING | {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    (BAILING, LING | {"moe_shared_expert_intermediate_size": 1024}, "size=1024"),
+    (BAILING, LING | {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim=64"),
+    (BAILING, LING | {"rope_scaling": YARN}, "rope type 'yarn'"),
+    (BAILING, LING | {"num_nextn_predict_layers": 1}, "predict_layers=1"),
+    (BAILING, LING | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (BAILING, {k: LING[k] for k in LING if k != "embedding_dropout"}, "is missing"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -134,6 +162,8 @@ ALLOWED = [
     (FLASH, FLASH_SIZES | {"rope_interleave": True, "num_nextn_predict_layers": 1}),
     (OSS, OSS_PLAIN | {"attention_bias": True, "layer_types": [SLIDING, FULL, SLIDING]}),
     (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),
+    (BAILING, LING | {"rotary_dim": 64, "partial_rotary_factor": 0.5}),
+    (BAILING, LING | {"rotary_dim": 64, "num_nextn_predict_layers": 0, "use_bias": False}),
     (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
 ]
 

@@ -105,6 +105,59 @@ def test_one_that_does_not_start_is_tried_again(start, tmp_path):
     assert asked(tmp_path, 1).count("start") == 3
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_one_that_is_arriving_stands_in_for_the_last(start, tmp_path, arrived):
+    engines = start(engines=2, least_engines=1, max_restarts=0)
+
+    async def run():
+        await engines.publish(3, [])  # and begins to start the other
+        for _ in range(10 * ANSWERED_S if arrived else 0):
+            if engines._arriving[1].done():
+                break
+            await asyncio.sleep(0.1)
+        assert engines._arriving[1].done() == arrived and engines.present == [0]
+        await engines.pin(3)
+        fate(tmp_path, 0, "sample", "exit")
+        assert set(await sampled(engines)) == {"table-1"}
+        assert engines.present == [1] and engines.oldest[1] == 3 and engines.restarts == 0
+        await joined(engines, 4)
+        assert set(await sampled(engines)) == {"table-0", "table-1"}
+
+    asyncio.run(run())
+    told = asked(tmp_path, 1)
+    assert told[:2] == ["start", "prepare_refit"] and told.index("pin 3") < told.index("publish 3")
+    assert (1, 3) in engines.proven
+
+
+def test_one_that_stands_in_over_a_version_takes_it(start, tmp_path):
+    engines = start(engines=2, least_engines=1, max_restarts=0)
+
+    async def run():
+        await engines.publish(3, [])
+        fate(tmp_path, 0, "publish", "dead")
+        engines.overwrite()
+        receipts = await engines.publish(4, [])
+        assert len(receipts) == 1 and engines.present == [1] and engines.oldest[1] == 4
+        assert not engines.empty
+        assert set(await sampled(engines)) == {"table-1"}
+
+    asyncio.run(run())
+    assert asked(tmp_path, 1).count("publish 4") == 1
+
+
+def test_one_that_stands_in_and_does_not_start_stops_the_run(start, tmp_path):
+    engines = start(engines=2, least_engines=1, max_restarts=0)
+    fate(tmp_path, 1, "start", "dead")
+
+    async def run():
+        await engines.publish(3, [])
+        fate(tmp_path, 0, "sample", "exit")
+        await sampled(engines)
+
+    with pytest.raises(ActorFailed, match="rollout.max_restarts=0 allows no more"):
+        asyncio.run(asyncio.wait_for(run(), ANSWERED_S))
+
+
 def test_with_the_least_of_them_a_death_too_many_stops_the_run(start, tmp_path):
     engines = start(engines=2, least_engines=2, max_restarts=0)
     fate(tmp_path, 0, "publish", "dead")

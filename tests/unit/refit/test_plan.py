@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_configs import KIMI_K2, QWEN3_5_35B_A3B, QWEN3_30B_A3B
+from published_configs import KIMI_K2, LING_MINI_2_0, QWEN3_5_35B_A3B, QWEN3_30B_A3B
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import AdapterConfig, TrainerConfig
@@ -54,6 +54,8 @@ SEPARATE = {  # gated DeltaNet with linears of its own
         "shared_expert_intermediate_size": 12,
     },
 }
+LING = LING_MINI_2_0 | {key: value for key, value in QWEN.items() if key in LING_MINI_2_0}
+LING |= {"architectures": LING_MINI_2_0["architectures"], "model_type": "bailing_moe_v2"}
 DEEPSEEK = {
     **KIMI_K2,
     "num_hidden_layers": 3,
@@ -98,7 +100,7 @@ def engines(draw) -> EngineLayout:
 @given(
     trainer=trainers(),
     engine=engines(),
-    config=st.sampled_from([QWEN, DEEPSEEK, SEPARATE]),
+    config=st.sampled_from([QWEN, DEEPSEEK, SEPARATE, LING]),
     layout=st.sampled_from(["per_expert", "shared_outer"]),
     rank=st.sampled_from([3, 8]),
 )
@@ -168,8 +170,12 @@ def sliced_by_vllm(site, matrix, tensor, engine, rank):
         return part(tensor, 0) if engine.fully_sharded else tensor
     if matrix == "A":
         return tensor[ranks] if engine.fully_sharded else tensor
-    if site.module in ("k_proj", "v_proj") and tp > 2:  # 2 key/value heads: replicated
-        return np.split(tensor, 2)[rank // (tp // 2)]
+    repeated = lambda x: np.split(x, 2)[rank // (tp // 2)] if tp > 2 else part(x, 0)  # noqa: E731
+    if site.module in ("k_proj", "v_proj"):  # 2 key/value heads
+        return repeated(tensor)
+    if site.module == "query_key_value":
+        query, key, value = np.split(tensor, np.cumsum(site.blocks)[:-1])
+        return np.concatenate([part(query, 0), repeated(key), repeated(value)])
     if site.blocks:  # one of vLLM's slices each
         return np.concatenate([part(x, 0) for x in np.split(tensor, np.cumsum(site.blocks)[:-1])])
     return part(tensor, 0)

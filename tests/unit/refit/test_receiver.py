@@ -11,7 +11,7 @@ from refit_workers import DIRT, SLOT_RANK, Worker
 from transport_ranks import make_channel
 
 from lora_moe_rl.refit import receiver
-from lora_moe_rl.refit.plan import EngineLayout
+from lora_moe_rl.refit.plan import Box, EngineLayout
 from lora_moe_rl.refit.transports import cuda_ipc
 
 pytestmark = pytest.mark.seconds  # imports vLLM
@@ -139,3 +139,13 @@ def test_experts_that_vllm_has_placed_otherwise_than_they_arrive_are_refused():
     )
     with pytest.raises(AssertionError, match=error):
         Worker(engine=spread, placement="round_robin")
+
+
+def test_rows_of_a_b_that_lie_apart_stand_one_behind_the_other():
+    """Of q, k and v in one linear the second of two ranks has rows 4:8, 10:12 and 14:16, which
+    arrive from two trainer ranks each."""
+    apart = [Box((a, c), (n, 2)) for a, n in ((14, 2), (4, 3), (7, 1), (10, 2)) for c in (0, 2)]
+    starts = [box.start[0] for box in receiver._joined(apart)]
+    assert starts == [10, 10, 4, 4, 7, 7, 8, 8]
+    together = [Box((0, 3, 0), (2, 4, 3)), Box((0, 7, 0), (2, 1, 3))]  # of experts
+    assert receiver._joined(together) == together
