@@ -65,7 +65,7 @@ def test_a_run_that_was_not_right_has_no_seconds(asked, monkeypatch):
         cost.main([])
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_every_algorithm_makes_its_updates_in_turns_on_one_rank(tmp_path):
     """Real updates of the bench's own model; each algorithm has trained once a turn."""
     model.make_model(tmp_path / "model")

@@ -10,6 +10,7 @@ from lora_moe_rl.bench import transports
 from lora_moe_rl.errors import BenchmarkError
 
 
+@pytest.mark.slow
 def test_each_transport_brings_each_size(capsys):
     assert transports.main(["--mib", "1,2", "--rounds", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

@@ -39,7 +39,9 @@ print(json.dumps([ray.get([one.gpus.remote() for one in some]) for some in (rank
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("ranks", [{"tp": 4}, {"dp": 4, "ep": True}])
+@pytest.mark.parametrize(
+    "ranks", [{"tp": 4}, pytest.param({"dp": 4, "ep": True}, marks=pytest.mark.slow)]
+)
 def test_engines_see_the_gpus_of_the_ranks_with_which_they_take_turns(ranks):
     """Ray hands GPUs out by number, whether or not there are any."""
     command = [sys.executable, "-c", TAKING_TURNS, json.dumps(ranks)]

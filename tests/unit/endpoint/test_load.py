@@ -29,6 +29,7 @@ def asked(prompt: object) -> dict:
     return {"model": "policy", "prompt": str(prompt)}
 
 
+@pytest.mark.slow
 async def test_of_ten_thousand_none_is_lost_and_none_is_answered_twice():
     source = Echo()
     source.go.clear()
