@@ -9,10 +9,11 @@ itself chooses as recorded once its input is disturbed in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class HuggingFace:
     def __init__(self, model: torch.nn.Module, spec: AdapterSpec):
         self.model, self.spec = model, spec
         self.sigmoid = spec.shape.family.sigmoid_router
+        # Of a router's output: that of experts that are modules gives them last.
+        self.logits_place = -1 if spec.shape.family.expert_modules else 0
 
     @torch.no_grad()
     def compare(
@@ -100,7 +103,7 @@ class HuggingFace:
 
             return hook
 
-        with _hooks((mlp.experts, note(layer)) for _, layer, mlp in self._layers()):
+        with _hooks((mlp, note(layer)) for _, layer, mlp in self._layers()):
             yield calls
 
     @contextmanager
@@ -110,7 +113,7 @@ class HuggingFace:
 
         def keep(layer: int):
             def hook(module, args, out):
-                logits[layer] = out[0] if isinstance(out, tuple) else out
+                logits[layer] = out[self.logits_place] if isinstance(out, tuple) else out
 
             return hook
 
@@ -134,7 +137,7 @@ class HuggingFace:
         gates = {layer: _gate(mlp) for _, layer, mlp in layers}
         kept = [gate.register_forward_hook(keep(layer)) for layer, gate in gates.items()]
         try:
-            with _hooks((mlp.experts, force(column, layer)) for column, layer, mlp in layers):
+            with _hooks((mlp, force(column, layer)) for column, layer, mlp in layers):
                 yield
         finally:
             for handle in kept:
@@ -210,9 +213,24 @@ def expected(
         return Expected(replayed(HuggingFace(exact, single.spec)), ours)
 
 
+def _on_choice(mlp: torch.nn.Module, hook: Callable[..., Any]):
+    """`hook(module, (hidden, experts chosen, weights))` runs before the experts of a block; what it
+    gives is taken in their place. Experts that are modules are called one by one: it runs behind
+    the router, which gives what they have in common."""
+    if not isinstance(mlp.experts, torch.nn.ModuleList):
+        return mlp.experts.register_forward_pre_hook(hook)
+
+    def behind(gate, args, out):
+        chosen, weights, *rest = out
+        given = hook(gate, (args[0], chosen, weights))
+        return None if given is None else (*given[1:], *rest)
+
+    return mlp.gate.register_forward_hook(behind)
+
+
 @contextmanager
 def _hooks(pairs) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook) for module, hook in pairs]
+    handles = [_on_choice(mlp, hook) for mlp, hook in pairs]
     try:
         yield
     finally:
