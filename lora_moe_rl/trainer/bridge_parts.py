@@ -167,7 +167,8 @@ class Complete(MegatronModelBridge):
             if task is not None and task.megatron_module is not None
         }
         for stage, model in enumerate(megatron_model):
-            names = {self._unwrap_name(name) for name, _ in model.named_parameters()}
+            corrections = [n for n, _ in model.named_buffers() if n.endswith(".expert_bias")]
+            names = {self._unwrap_name(n) for n in (*dict(model.named_parameters()), *corrections)}
             if lacking := sorted(n for n in names if (stage, n) not in filled):
                 raise ModelError(
                     f"no weight of the checkpoint belongs to {len(lacking)} parameters of the "
@@ -229,9 +230,11 @@ def _any_expert(name: str) -> str:
 
 def _trained(name: str, shape: ModelShape) -> bool:
     """Whether a weight belongs to the model: not to multi-token prediction, whose layers come after
-    the last, nor to an old checkpoint's rotary frequencies, nor to another part of a larger one."""
+    the last or have it in their names (ERNIE 4.5: `model.mtp_block.0`), nor to an old checkpoint's
+    rotary frequencies, nor to another part of a larger one."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     beyond = layer is not None and int(layer[1]) >= shape.num_layers
     if (inside := shape.family.inside) is not None and name.startswith(inside.left_out):
         return False
-    return not (beyond or name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"))
+    predicts = name.startswith(("mtp.", "model.mtp_"))
+    return not (beyond or predicts or name.endswith("rotary_emb.inv_freq"))

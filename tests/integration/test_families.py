@@ -103,25 +103,31 @@ def drop_a_norm(tensors: dict) -> None:
     del tensors["model.layers.0.self_attn.k_norm.weight"]
 
 
+def drop_a_correction(tensors: dict) -> None:
+    """Which would be 0 in the trainer, and whatever memory holds in the engine."""
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
 def add_a_bias(tensors: dict) -> None:
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.ones(128)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (drop_a_norm, "no weight of the checkpoint belongs to 1 parameters"),
-        (add_a_bias, r"1 weights of the checkpoint have no place .*q_proj\.bias"),
+        ("qwen3_moe", drop_a_norm, "no weight of the checkpoint belongs to 1 parameters"),
+        ("moonlight", drop_a_correction, r"no weight .* 1 parameters .*router\.expert_bias"),
+        ("qwen3_moe", add_a_bias, r"1 weights of the checkpoint have no place .*q_proj\.bias"),
     ],
 )
-def test_a_checkpoint_of_an_unknown_variant_is_refused(change, message, tmp_path):
+def test_a_checkpoint_of_an_unknown_variant_is_refused(name, change, message, tmp_path):
     """Upstream logs such weights and goes on with another model."""
-    tiny_families.save("qwen3_moe", tmp_path)
+    tiny_families.save(name, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ActorFailed, match=message):
-        run_ranks(make_config("qwen3_moe", tmp_path), tmp_path, score, {})
+        run_ranks(make_config(name, tmp_path), tmp_path, score, {})
 
 
 # Qwen3-MoE and DeepSeek-V3: test_verify_layout.py.
