@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from typing import Literal
 
-from lora_moe_rl.adapters.families import hf_path
+from lora_moe_rl.adapters.families import hf_path, transformers_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.directory import base_name
@@ -68,7 +68,7 @@ def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
         if not expert and (not site.module.endswith((".gate", ".up", ".down"))):
             modules.add(name)
         elif not expert and converted:
-            parameters.add(f"{path}.weight")
+            parameters.add(f"{transformers_path(spec.shape, site.module)}.weight")
         elif not expert or (form == "2d" and named):
             modules.add(name)
         else:
@@ -92,7 +92,8 @@ def _rank_pattern(spec: AdapterSpec, most: int, form: Form) -> dict[str, int]:
     paths: dict[str, dict[int, int]] = {}  # path of a module -> {layer: rank}
     usual: dict[str, int] = {}
     for site in spec:
-        path = re.escape(hf_path(spec.shape, site.module)).replace(r"\{\}", r"\d+")
+        named = hf_path if site.num_experts is not None else transformers_path
+        path = re.escape(named(spec.shape, site.module)).replace(r"\{\}", r"\d+")
         if site.num_experts is None and site.module.endswith((".gate", ".up", ".down")):
             path += r"(\.weight)?"
         if site.num_experts is None or form == "2d":

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from lora_moe_rl.adapters.families import ModelShape, hf_path
+from lora_moe_rl.adapters.families import ModelShape, hf_path, transformers_path
 from lora_moe_rl.errors import AdapterError
 
 LARGEST = 1e30  # rank or alpha; an honest one is far below
@@ -81,9 +81,12 @@ def parse_keys(names: list[str], shape: ModelShape) -> dict[str, Key]:
 
 
 def _paths(shape: ModelShape, layer: int) -> dict[str, str]:
-    """`{path below the layer: module}`; Mixtral's experts under transformers 5's names too."""
+    """`{path below the layer: module}`; what transformers 5 has other names for (Mixtral's experts,
+    Hunyuan's shared ones) under those too."""
     modules = shape.modules(layer)
-    paths = {hf_path(shape, module): module for module in modules}
+    paths = {
+        path(shape, module): module for path in (transformers_path, hf_path) for module in modules
+    }
     for part in ("gate", "up", "down"):
         if f"experts.{part}" in modules:
             paths[f"mlp.experts.{{}}.{part}_proj"] = f"experts.{part}"

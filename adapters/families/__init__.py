@@ -30,6 +30,7 @@ __all__ = [
     "hf_path",
     "hf_prefix",
     "language_config",
+    "transformers_path",
 ]
 
 
@@ -38,6 +39,7 @@ _LARGEST = {"num_hidden_layers": 1 << 12} | dict.fromkeys(
     (
         "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
         "n_shared_experts", "num_attention_heads", "num_key_value_heads",
+        "moe_num_experts", "moe_k", "moe_num_shared_experts", "num_shared_experts",
         "linear_num_key_heads", "linear_num_value_heads",
     ),
     1 << 15,
@@ -213,6 +215,15 @@ def hf_name(shape: ModelShape, usual: str) -> str:
     return shape.family.names.get(usual, usual)
 
 
+def transformers_path(shape: ModelShape, module: str) -> str:
+    """The path below its layer that transformers' model has for a module that is no routed expert's
+    (it stacks those). Of most it is the checkpoint's, as of the keys of PEFT files always."""
+    path, name = hf_path(shape, module), shape.family.shared_in_transformers
+    if name is None or not module.startswith("shared_expert."):
+        return path
+    return f"mlp.{name}.{path.rpartition('.')[2]}"
+
+
 def _read(family: Family, c: Config) -> ModelShape:
     dims = linears.ATTENTION[family.attention].dims(c)
     linear_layers = () if family.linear_layers is None else family.linear_layers(c)
@@ -221,12 +232,10 @@ def _read(family: Family, c: Config) -> ModelShape:
     dims |= {"moe_intermediate": 0, "shared_intermediate": 0}
     experts, top_k, moe_layers = 0, 0, ()
     if family.moe_layers is not None:
-        # transformers 5 writes num_local_experts for Qwen3-MoE, whose published configs do not.
-        keys = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((c[key] for key in keys if key in c), None)
+        experts = next((c[key] for key in family.num_experts if key in c), None)
         if experts is None:
-            raise KeyError(" or ".join(keys))
-        top_k = c["num_experts_per_tok"]
+            raise KeyError(" or ".join(family.num_experts))
+        top_k = c[family.top_k]
         moe_layers = family.moe_layers(c) if experts > 0 else ()
         dims["moe_intermediate"] = c[family.moe_width]
         dims["shared_intermediate"] = family.shared_width(c)

@@ -12,16 +12,7 @@ def refused(c: Config) -> Iterator[str]:
     yield from refusals.usual(c)
     yield from refusals.interleaved_rope(c)
     yield from refusals.sigmoid_router(c)
-    first, layers = c.get("first_k_dense_replace"), c["num_hidden_layers"]
-    if first is None:
-        yield "first_k_dense_replace is missing: vLLM fails to load the model without it"
-        return
-    # transformers goes by mlp_layer_types, vLLM and Megatron-Bridge by first_k_dense_replace.
-    kinds = c.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-    if list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
-        yield f"first_k_dense_replace={first!r} and mlp_layer_types differ in what is dense"
-    if (freq := c.get("moe_layer_freq", 1)) != 1:
-        yield f"moe_layer_freq={freq!r} is not supported: transformers knows no such key"
+    yield from refusals.dense_first(c)
 
 
 def bridge() -> type:

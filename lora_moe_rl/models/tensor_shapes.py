@@ -132,7 +132,10 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         block, width = shape.family.moe_block, shape.dims["moe_intermediate"]
         found[f"{block}.gate.weight"] = (experts, hidden)
         for router in (f"{block}.gate", block):
-            found[f"{router}.{hf_name(shape, 'e_score_correction_bias')}"] = (experts,)
+            for correction in ("e_score_correction_bias", "expert_bias"):
+                found[f"{router}.{correction}"] = (experts,)
+        found[f"{block}.router.gate.weight"] = (experts, hidden)
+        found[f"{block}.moe_statics.e_score_correction_bias"] = (1, experts)
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)

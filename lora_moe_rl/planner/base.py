@@ -186,7 +186,7 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         return
     experts = shape.num_experts
     yield BaseTensor("mlp.router.weight", (experts, hidden), WHOLE, layer, "router")
-    if shape.family.sigmoid_router:
+    if shape.family.sigmoid_router or shape.family.corrected_softmax:
         name = "mlp.router.expert_bias"
         yield BaseTensor(name, (experts,), WHOLE, layer, "router", buffer=True)
     width = d["moe_intermediate"]

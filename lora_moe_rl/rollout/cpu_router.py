@@ -1,7 +1,8 @@
-"""Mend for vLLM on the CPU: sigmoid scores with a correction bias, without groups (MiniMax-M2).
+"""Mend for vLLM on the CPU: scores with a correction bias, without groups (MiniMax-M2, ERNIE 4.5).
 
-The router of the CPU (`cpu_router.py` of vLLM) knows sigmoids where experts stand in groups alone,
-and otherwise fails an assertion. Without groups is one group of all experts.
+The router of the CPU (`cpu_router.py` of vLLM) knows sigmoids and corrections where experts stand
+in groups alone: without them it fails an assertion for a sigmoid, and leaves the correction of a
+softmax out. Without groups is one group of all experts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def _compute_routing(
     self: CPURouter, hidden_states, router_logits, indices_type, *, input_ids=None
 ):
     ungrouped = not self.use_grouped_topk and self.custom_routing_function is None
-    if self.scoring_func == "sigmoid" and ungrouped:
+    corrected = self.scoring_func == "softmax" and self.e_score_correction_bias is not None
+    if ungrouped and (corrected or self.scoring_func == "sigmoid"):
         self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
     return stock(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
 

@@ -17,7 +17,7 @@ each mended in a file of its own:
     cpu_routes   recording of router decisions
     cpu_drafts   each request's temperature for the tokens that are proposed
     cpu_cache    giving the cache of keys and values back
-    cpu_router   sigmoid scores without groups of experts
+    cpu_router   sigmoid scores, and corrections of a softmax, without groups of experts
     cpu_dp       experts over data-parallel ranks
     cpu_vision   models of text and images without torchvision
 

@@ -157,7 +157,8 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
         options |= _LOCAL | {"transformer_layer_spec": _local_spec}
     # Of a model without weights it is the config itself.
     hf_config = getattr(source.hf_pretrained, "config", source.hf_pretrained)
-    if FAMILIES[hf_config.architectures[0]].norm_over_heads:
+    family = FAMILIES[hf_config.architectures[0]]
+    if family.norm_over_heads:
         from lora_moe_rl.trainer import norm_over_heads
 
         spec = options.get("transformer_layer_spec", norm_over_heads.with_engine)
@@ -193,6 +194,10 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
             raise RuntimeError(f"Megatron-Bridge's provider has no option {name} any more")
         setattr(provider, name, value)
     provider.finalize()
+    if family.corrected_softmax:
+        from lora_moe_rl.trainer import corrected_softmax
+
+        corrected_softmax.install(provider)
     return provider
 
 

@@ -12,7 +12,7 @@ import torch
 from psutil import virtual_memory
 from torch.overrides import TorchFunctionMode
 
-from lora_moe_rl.adapters.families import hf_name, hf_path, hf_prefix
+from lora_moe_rl.adapters.families import hf_name, hf_path, hf_prefix, transformers_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.hf_load import load, load_whole
 
@@ -43,7 +43,7 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
         delta = site.scale * (B @ A)
         layer = f"{prefix}layers.{site.layer}"
         if site.num_experts is None:
-            state[f"{layer}.{hf_path(spec.shape, site.module)}.weight"] += delta
+            state[f"{layer}.{transformers_path(spec.shape, site.module)}.weight"] += delta
         elif f"{layer}.mlp.experts.0.up_proj.weight" in state:  # one by one
             for expert, one in enumerate(delta.expand(site.num_experts, *delta.shape[-2:])):
                 path = hf_path(spec.shape, site.module).format(expert)

@@ -151,7 +151,8 @@ class HuggingFace:
         weights = scores.gather(1, chosen)
         if getattr(config, "norm_topk_prob", True):
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if self.sigmoid else 0))
-        return weights * getattr(config, "routed_scaling_factor", 1.0)
+        names = "routed_scaling_factor", "router_scaling_factor"
+        return weights * next((getattr(config, n) for n in names if hasattr(config, n)), 1.0)
 
     def _is_tie(self, layer: int, hidden: torch.Tensor, wanted: np.ndarray) -> bool:
         generator = torch.Generator().manual_seed(0)

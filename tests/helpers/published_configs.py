@@ -23,6 +23,8 @@ GPT_OSS_20B = config_of("gpt_oss_20b")
 OLMOE_1B_7B = config_of("olmoe_1b_7b")
 MINIMAX_M2 = config_of("minimax_m2")
 LING_MINI_2_0 = config_of("ling_mini_2_0")
+ERNIE_4_5_300B = config_of("ernie_4_5_300b_a47b")
+HY3 = config_of("hy3")
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
@@ -42,6 +44,8 @@ PUBLISHED = {
     "OLMoE-1B-7B": OLMOE_1B_7B,
     "MiniMax-M2": MINIMAX_M2,
     "Ling-mini-2.0": LING_MINI_2_0,
+    "ERNIE-4.5-300B-A47B": ERNIE_4_5_300B,
+    "Hy3": HY3,
 }
 
 
@@ -55,7 +59,8 @@ def shrunk(config: dict) -> dict:
         "q_lora_rank": 18, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
         "v_head_dim": 7, "n_group": 1, "topk_group": 1, "rotary_dim": 4,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 9,
-        "linear_value_head_dim": 12, "full_attention_interval": 2,
+        "linear_value_head_dim": 12, "full_attention_interval": 2, "moe_num_experts": 5,
+        "expert_hidden_dim": 14, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 3,
     }  # fmt: skip
     if "text_config" in config:
         return config | {"text_config": shrunk(config["text_config"])}

@@ -348,6 +348,38 @@ FAMILIES = {
             "num_mtp_modules": 3,
         },
     ),
+    # The shared experts, the router and its correction have other names in transformers' model.
+    "hy_v3": (
+        "HYV3",
+        GQA
+        | {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 2.826,
+        },
+        {"expert_hidden_dim": 48, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
+    ),
+    # The last layer dense too, and an interval that leaves out one in the middle.
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 48,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "initializer_range": 0.07,  # above, float32 of transformers is itself 7e-6 off
+        },
+        {"num_nextn_predict_layers": 1},
+    ),
 }
 
 DENSE = ("qwen3",)
@@ -368,6 +400,8 @@ def save(name: str, folder: Path, **changes) -> torch.nn.Module:
     for key, value in model.state_dict().items():
         if value.ndim == 1 or key.endswith("_bias"):  # norms, biases, sinks, router corrections
             value += 0.1 * torch.randn_like(value)
+        if kind == "Ernie4_5_Moe" and key.endswith("mlp.gate.weight"):  # transformers leaves zeros
+            value += 0.1 * torch.randn_like(value)
         if kind == "GptOss" and key.endswith("gate_up_proj"):  # one in ten reaches the clamp
             value *= 5
         if kind == "GptOss" and key.endswith("down_proj"):
@@ -379,8 +413,15 @@ def save(name: str, folder: Path, **changes) -> torch.nn.Module:
         written = _published_rope(written)
     elif "text_config" in written:
         _as_published(folder / "model.safetensors")
+    if kind == "Ernie4_5_Moe":
+        _add(folder / "model.safetensors", "model.mtp_linear_proj.0.weight")
     path.write_text(json.dumps(written | published, indent=2))
     return model
+
+
+def _add(path: Path, name: str) -> None:
+    """A weight of a prediction layer, as published models have it and transformers does not."""
+    save_file(load_file(path) | {name: torch.zeros(64, 128)}, path, {"format": "pt"})
 
 
 def _as_published(path: Path) -> None:

@@ -85,11 +85,17 @@ class Family:
     moe_width: str = "moe_intermediate_size"
     moe_block: str = "mlp"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # The keys of how many experts a layer has, of which the first that is there is read (of
+    # Qwen3-MoE transformers 5 writes the second), and of how many are chosen.
+    num_experts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    top_k: str = "num_experts_per_tok"
     # Checkpoints, transformers and vLLM hold routed experts stacked, gate and up interleaved, each
     # with a bias: `mlp.experts.gate_up_proj` [E, hidden, 2 * width] and `gate_up_proj_bias`.
     interleaved_experts: bool = False
     sigmoid_router: bool = False  # sigmoid scores with a correction bias, else a softmax
+    corrected_softmax: bool = False  # a softmax with a correction bias
     shared_expert: str | None = None
+    shared_in_transformers: str | None = None  # its name in transformers' model, where another
     shared_width: Callable[[Config], int] = lambda c: 0
     shared_gate: bool = False  # the shared expert's output is weighed by a sigmoid of its own
 

@@ -84,6 +84,19 @@ def one_expert(c: Config, normalised: bool | None) -> Iterator[str]:
         yield "num_experts_per_tok=1 with normalised scores: every score would be 1 or not divided"
 
 
+def dense_first(c: Config) -> Iterator[str]:
+    """transformers goes by mlp_layer_types, vLLM and Megatron-Bridge by first_k_dense_replace."""
+    first, layers = c.get("first_k_dense_replace"), c["num_hidden_layers"]
+    if first is None:
+        yield "first_k_dense_replace is missing: vLLM fails to load the model without it"
+        return
+    kinds = c.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    if list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
+        yield f"first_k_dense_replace={first!r} and mlp_layer_types differ in what is dense"
+    if (freq := c.get("moe_layer_freq", 1)) != 1:
+        yield f"moe_layer_freq={freq!r} is not supported: transformers knows no such key"
+
+
 def sigmoid_router(c: Config) -> Iterator[str]:
     if c.get("norm_topk_prob") is False:
         yield "norm_topk_prob=false is not supported: Megatron-core divides sigmoid scores"

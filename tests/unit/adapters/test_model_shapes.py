@@ -16,7 +16,13 @@ from published_configs import (
 )
 from torch import nn
 
-from lora_moe_rl.adapters.families import FAMILIES, ModelShape, hf_path, language_config
+from lora_moe_rl.adapters.families import (
+    FAMILIES,
+    ModelShape,
+    hf_path,
+    language_config,
+    transformers_path,
+)
 from lora_moe_rl.errors import ModelError
 
 # Linears that are no sites: routers, the gate of Qwen2-MoE's shared expert, and the head.
@@ -40,6 +46,8 @@ PARAMETERS = {
     "OLMoE-1B-7B": 6.92,
     "MiniMax-M2": 228.7,
     "Ling-mini-2.0": 16.3,
+    "ERNIE-4.5-300B-A47B": 300,
+    "Hy3": 295,
 }
 
 
@@ -91,7 +99,7 @@ def our_linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for layer in range(shape.num_layers):
         for module, (n_in, n_out, experts) in shape.modules(layer).items():
             if experts is None:
-                found[f"layers.{layer}.{hf_path(shape, module)}"] = (n_out, n_in)
+                found[f"layers.{layer}.{transformers_path(shape, module)}"] = (n_out, n_in)
                 continue
             part, rows = ("down", n_out) if module == "experts.down" else ("gate_up", 2 * n_out)
             sizes = (n_in, rows) if shape.family.interleaved_experts else (rows, n_in)

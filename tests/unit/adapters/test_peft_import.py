@@ -84,8 +84,16 @@ def test_what_was_exported_is_read(form, tmp_path):
     assert [site.rank for site in read[0]] == [site.rank for site in spec]
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"])
-def test_what_real_peft_trained_and_saved_is_read(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("Qwen3-30B-A3B", []),
+        ("Mixtral-8x7B", []),
+        ("DeepSeek-V3", []),
+        ("Hy3", ["shared_experts.up_proj"]),  # which its checkpoint calls shared_mlp
+    ],
+)
+def test_what_real_peft_trained_and_saved_is_read(name, shared, tmp_path):
     sizes = shrunk(PUBLISHED[name])
     hf = hf_config(sizes | {"initializer_range": 0.1})
     torch.manual_seed(0)
@@ -97,7 +105,7 @@ def test_what_real_peft_trained_and_saved_is_read(name, tmp_path):
         r=4,
         lora_alpha=6,
         use_rslora=True,
-        target_modules=["o_proj"],
+        target_modules=["o_proj", *shared],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         rank_pattern={"mlp.experts.gate_up_proj": 3},
         init_lora_weights=False,

@@ -26,6 +26,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 OLMOE, MINIMAX = "OlmoeForCausalLM", "MiniMaxM2ForCausalLM"
 BAILING = "BailingMoeV2ForCausalLM"
 FLASH = "Glm4MoeLiteForCausalLM"
+HY3 = "HYV3ForCausalLM"
+HY3_SIZES = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "expert_hidden_dim": 48,
+    "router_scaling_factor": 2.826,
+    "num_shared_experts": 1,
+}
+ERNIE, UNTIED = "Ernie4_5_MoeForCausalLM", {"tie_word_embeddings": False}
 FLASH_SIZES = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
 OF_HEADS = {"hidden_size": 2048, "num_attention_heads": 16}
 M2 = {
@@ -146,6 +156,24 @@ REFUSED = [
     (BAILING, LING | {"num_nextn_predict_layers": 1}, "predict_layers=1"),
     (BAILING, LING | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (BAILING, {k: LING[k] for k in LING if k != "embedding_dropout"}, "is missing"),
+    (HY3, HY3_SIZES | {"qk_norm": False}, "qk_norm=false"),
+    (HY3, HY3_SIZES | {"route_norm": False}, "route_norm=false"),
+    (HY3, HY3_SIZES | {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid=false"),
+    (HY3, HY3_SIZES | {"moe_router_enable_expert_bias": False}, "enable_expert_bias=false"),
+    (HY3, HY3_SIZES | {"expert_hidden_dim": 64}, "and expert_hidden_dim=64 differ"),
+    (HY3, HY3_SIZES | {"router_scaling_factor": None}, "router_scaling_factor is missing"),
+    (HY3, HY3_SIZES | {"num_shared_experts": 0}, "num_shared_experts=0"),
+    (HY3, HY3_SIZES | {"first_k_dense_replace": 2}, "first_k_dense_replace=2 and mlp_layer_types"),
+    (HY3, HY3_SIZES | {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    (HY3, HY3_SIZES | {"attention_bias": True}, "attention_bias"),
+    (ERNIE, {}, "tie_word_embeddings=true"),
+    (ERNIE, UNTIED | {"use_bias": True}, "use_bias=true"),
+    (ERNIE, UNTIED | {"moe_k": 1}, "moe_k=1"),
+    (ERNIE, UNTIED | {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
+    (ERNIE, UNTIED | {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid'"),
+    (ERNIE, UNTIED | {"moe_use_aux_free": False}, "moe_use_aux_free=False"),
+    (ERNIE, UNTIED | {"use_moe": False}, "use_moe=False"),
+    (ERNIE, UNTIED | {"rope_scaling": YARN}, "rope type 'yarn'"),
 ]
 ALLOWED = [
     (QWEN3, {"norm_topk_prob": False, "rope_scaling": None}),
@@ -164,6 +192,8 @@ ALLOWED = [
     (MINIMAX, M2 | {"partial_rotary_factor": 0.5, "attn_type_list": [1, 1], "use_mtp": True}),
     (BAILING, LING | {"rotary_dim": 64, "partial_rotary_factor": 0.5}),
     (BAILING, LING | {"rotary_dim": 64, "num_nextn_predict_layers": 0, "use_bias": False}),
+    (HY3, HY3_SIZES | {"mlp_layer_types": ["dense", "sparse", "sparse"], "qk_norm": True}),
+    (ERNIE, UNTIED | {"moe_norm_min": 1e-12, "moe_gate_act": "softmax", "moe_use_aux_free": True}),
     (OLMOE, OF_HEADS | {"clip_qkv": None, "rms_norm_eps": 1e-5, "num_key_value_heads": 4}),
 ]
 

@@ -51,6 +51,7 @@ MENDS = [
     ("megatron-core", "trainer/local_modules.py", lambda m: m.localize(None)),
     ("megatron-core", "trainer/local_modules.py", lambda m: m.replicate_mla_down_projections(None)),
     ("megatron-core", "trainer/grouped_topk.py", lambda m: m.install(2)),
+    ("megatron-core", "trainer/corrected_softmax.py", lambda m: m.install(None)),
     ("megatron-core", "trainer/mla_query.py", lambda m: m.without_query_norm(None, UNCOMPRESSED)),
     (
         "megatron-core",
