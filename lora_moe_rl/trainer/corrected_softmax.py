@@ -29,7 +29,7 @@ def topk_routing_with_score_function(logits, topk, *, expert_bias=None, score_fu
     """As upstream's, of logits `[T, E]`; a softmax with a correction is chosen here, and upstream
     weighs what was chosen: a softmax over their logits is their scores divided by the sum."""
     if score_function == "softmax" and expert_bias is not None:
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32) + expert_bias
+        scores = torch.softmax(logits.detach(), dim=-1, dtype=torch.float32) + expert_bias
         options |= {
             "use_pre_softmax": False,
             "precomputed_indices": _chosen(scores, topk, options["router_replay"]),
