@@ -104,7 +104,6 @@ FAMILY = Family(
         "o_proj": "dense",
         "q_norm": "query_layernorm",
         "k_norm": "key_layernorm",
-        "e_score_correction_bias": "expert_bias",
         "embed_tokens": "word_embeddings",
     },
     served_attention="attention",

@@ -59,7 +59,7 @@ class Family:
     moe_block, expert_names  (gate, up, down): the names that checkpoints, vLLM and adapters use for
                  routed experts
     names        {ours: Hugging Face's} of what is not called as usual: self_attn, o_proj, q_norm,
-                 k_norm, e_score_correction_bias, embed_tokens
+                 k_norm, embed_tokens
     reference_class  the class of the reference, where transformers has none of the architecture's
                  name; imports Megatron-Bridge, which has it
     shared_expert  its Hugging Face name below `mlp`; `shared_width`: its width, 0 if there is none
