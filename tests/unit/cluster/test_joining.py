@@ -26,7 +26,8 @@ async def sampled(engines: RolloutEngines, tickets: int = 4) -> list[str]:
             except EngineDied:
                 continue
 
-    return await asyncio.gather(*(roll(ticket) for ticket in range(tickets)))
+    async with asyncio.timeout(ANSWERED_S):
+        return await asyncio.gather(*(roll(ticket) for ticket in range(tickets)))
 
 
 async def joined(engines: RolloutEngines, version: int) -> int:
