@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, repeat
+from itertools import product
 
 from lora_moe_rl.adapters.sharding import (
     Box,
@@ -40,6 +40,9 @@ from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.config import RolloutConfig, TrainerConfig
 from lora_moe_rl.errors import RefitError
 from lora_moe_rl.rollout.facts import NOT_SERVABLE, Matrix
+
+# Each of their blocks is cut as a linear of its own.
+CUT_AS = {"query_key_value": ("q_proj", "k_proj", "v_proj")}
 
 
 @dataclass(frozen=True)
@@ -241,12 +244,10 @@ def held(site: Site, matrix: str, engine: EngineLayout, rank: int, kv_heads: int
     if matrix == "A" or not site.blocks:
         return [_held(site, matrix, engine, rank, kv_heads)]
     found, first = [], 0
-    names = (
-        ("q_proj", "k_proj", "v_proj") if site.module == "query_key_value" else repeat(site.module)
-    )
-    for name, rows in zip(names, site.blocks):
-        one = replace(site, module=name, out_features=rows)
-        one = _held(one, matrix, engine, rank, kv_heads)
+    names = CUT_AS.get(site.module, (site.module,) * len(site.blocks))
+    for name, rows in zip(names, site.blocks, strict=True):
+        block = replace(site, module=name, out_features=rows)
+        one = _held(block, matrix, engine, rank, kv_heads)
         found.append(Box((first + one.start[0], *one.start[1:]), one.shape))
         first += rows
     return found

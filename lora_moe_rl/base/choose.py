@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.base.dense import dense
-from lora_moe_rl.base.layout import SMALL, Tensor, kind, rule
+from lora_moe_rl.base.layout import SMALL, Tensor, attention_apart, kind, rule
 from lora_moe_rl.base.parts import engine_part
 from lora_moe_rl.base.room import check_room, expandable_segments
 from lora_moe_rl.config import RunConfig
@@ -105,10 +105,8 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
         return f"algorithm={config.algorithm.name} has no engine to share with"
     if not shape.moe_layers:
         return f"this {shape.architecture} is dense, and only bases with routed experts are shared"
-    if shape.linear_layers:
-        return f"linear attention, which this {shape.architecture} has, is not shared"
-    if shape.family.attention == "fused_gqa":
-        return f"q, k and v in one linear, as this {shape.architecture} has them, are not shared"
+    if why := attention_apart(shape):
+        return why
     if config.refit.mode == "merged":
         return "refit.mode=merged writes adapters into the engine's own weights"
     if config.rollout.dp > 1:

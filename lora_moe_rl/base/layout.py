@@ -122,6 +122,15 @@ def _stored(form: str | None, scales: bool, out: int, in_features: int) -> tuple
     return out, in_features // (group if scales else in_element)
 
 
+def attention_apart(shape: ModelShape) -> str:
+    """Why nothing of a model is shared, for its attention; '' where it is."""
+    if shape.linear_layers:
+        return f"a model with linear attention, as this {shape.architecture}, is not shared"
+    if shape.family.attention == "fused_gqa":
+        return f"a model with q, k and v in one linear, as this {shape.architecture}, is not shared"
+    return ""
+
+
 def rule(
     shape: ModelShape,
     trainer: TrainerConfig,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_moe_rl.base.layout import SMALL, Tensor, rule
+from lora_moe_rl.base.layout import SMALL, Tensor, attention_apart, rule
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.planner.base import PARTS, BaseTensor, base_tensors, held_by
 from lora_moe_rl.planner.facts import Facts, Format
@@ -107,6 +107,8 @@ def _why(reasons: list[str]) -> str:
 def _reasons(facts: Facts, config: RunConfig, form: Format, gpus_per_node: int) -> dict[Kind, str]:
     """Why each kind of tensor is held twice; '' for one that is not. Norms and routers have
     none."""
+    if why := attention_apart(facts.shape):
+        return {_kind(tensor): why for tensor in base_tensors(facts)}
     on_gpus = config.trainer.device == "cuda"
     apart = _apart(config, gpus_per_node) if on_gpus else ""
     tensors = rule(facts.shape, config.trainer, config.rollout, form, on_gpus and not apart)

@@ -147,3 +147,18 @@ def test_the_command_says_what_is_shared_and_why_not(capsys):
     assert all(
         part["shared"]["int4"] == part["trainer"]["int4"] for part in held if not part["why"]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("qwen3-next-80b-a3b", "a model with linear attention"),
+        ("ling-mini-2.0", "a model with q, k and v"),
+    ],
+)
+def test_a_model_of_which_nothing_is_shared_is_planned(model, why, capsys):
+    words = ["plan", "--model", model, "--gpus", "8", "placement.mode=colocated", "--json"]
+    assert cli.main([*words, "model.held_once=auto"]) == 0
+    held = json.loads(capsys.readouterr().out)["held"]
+    assert held and all(not any(part["shared"].values()) for part in held)
+    assert all(part["why"].startswith(why) for part in held if part["part"] == "experts")
