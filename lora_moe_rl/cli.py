@@ -367,6 +367,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         _module("export.language_model_command"),
         "write the language model of one of text and images",
     ),
+    "untie": (_module("export.untie_command"), "write a model with tied embeddings with a head"),
     "adapter": (_module("export.adapter_command"), "inspect, import, resize, combine adapters"),
     "serve": (_module("endpoint.command"), "serve a run's adapters, or a model, to OpenAI clients"),
     "tinker": (_module("service.command"), "train and sample for clients of Tinker's SDK"),

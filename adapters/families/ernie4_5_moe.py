@@ -12,13 +12,8 @@ NORM_MIN = 1e-12  # what the weights of the chosen experts are divided by at lea
 
 
 def refused(c: Config) -> Iterator[str]:
-    if c.get("tie_word_embeddings", True):  # what transformers takes where it is missing
-        yield (
-            "tie_word_embeddings=true is not supported: the trainer has a head of its own. The "
-            "same model is a checkpoint with a copy of model.embed_tokens.weight as lm_head.weight "
-            "and tie_word_embeddings=false"
-        )
-        return
+    if "tie_word_embeddings" not in c:
+        yield from refusals.tied(c, unsaid=True)  # as transformers takes it
     yield from refusals.usual(c)
     if c.get("use_bias"):
         yield "use_bias=true is not supported: Megatron-Bridge has no place for biases"

@@ -9,11 +9,6 @@ from lora_moe_rl.adapters.families.common.family import Config, Family
 
 
 def refused(c: Config) -> Iterator[str]:
-    if c.get("tie_word_embeddings"):
-        yield (
-            "tie_word_embeddings=true is not supported: trainer and planner take embedding and "
-            "head as two tensors; Qwen3-8B and the larger ones have two"
-        )
     yield from refusals.usual(c)
 
 

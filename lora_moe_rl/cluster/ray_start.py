@@ -109,7 +109,7 @@ def init_ray(**options: Any) -> None:
             if type(error) not in (Exception, RuntimeError):  # Ray raises Exception itself
                 raise
             ray.shutdown()
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             log.warning("Ray did not start, attempt %d of %d: %s", attempt + 1, RAY_STARTS, reason)
     raise ClusterError(
         f"Ray did not start in {RAY_STARTS} attempts: {reason}. Its logs are in "

@@ -74,12 +74,12 @@ def config_of(config: Mapping[str, Any], family: Family, larger: Around) -> dict
     return new | {"architectures": [family.architecture]}
 
 
-def _names(found: Iterable[str], larger: Around, model: Path) -> dict[str, str]:
-    """`{name in the checkpoint: name of the language model by itself}`."""
+def _names(found: Iterable[str], larger: Around, model: Path) -> dict[str, tuple[str]]:
+    """`{name in the checkpoint: (name of the language model by itself,)}`."""
     names, unknown = {}, []
     for name in found:
         if name.startswith(larger.prefix):
-            names[name] = name.removeprefix(larger.prefix)
+            names[name] = (name.removeprefix(larger.prefix),)
         elif not name.startswith(larger.left_out):
             unknown.append(name)
     if unknown or not names:

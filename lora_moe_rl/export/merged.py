@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -122,7 +122,7 @@ def dequantise(
 
 def write_part(
     base: SafeWeights,
-    names: Mapping[str, str],
+    names: Mapping[str, Sequence[str]],
     config: dict[str, Any],
     out_dir: Path | str,
     own: Files,
@@ -133,7 +133,8 @@ def write_part(
     raised."""
     shards = plan_renamed(base, names)
     planned = _Planned(base, shards, None, BASES_OWN, config, own)
-    return _write(planned, MergeReport(Path(out_dir), len(shards), 0, len(names)), say)
+    written = sum(map(len, names.values()))
+    return _write(planned, MergeReport(Path(out_dir), len(shards), 0, written), say)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,16 +129,19 @@ def plan_shards(
     return [_plan_shard(base, name, owner, dtype) for name in base.files]
 
 
-def plan_renamed(base: SafeWeights, names: Mapping[str, str]) -> list[ShardPlan]:
-    """Of the tensors that `names` has, as they are and under the name that it gives each; a file
+def plan_renamed(base: SafeWeights, names: Mapping[str, Sequence[str]]) -> list[ShardPlan]:
+    """Of the tensors that `names` has, as they are and under the names that it gives each; a file
     with none of them is left out."""
     shards = []
     for file, source in base.files.items():
-        kept = [entry for entry in source.entries.values() if entry.name in names]
-        if kept:
-            outputs = [(one, names[one.name], one.dtype, one.shape) for one in kept]
+        outputs = [
+            (entry, name, entry.dtype, entry.shape)
+            for entry in source.entries.values()
+            for name in names.get(entry.name, ())
+        ]
+        if outputs:
             header, placed = _lay_out(outputs, source.metadata or {"format": "pt"})
-            copies = tuple(zip(kept, placed, strict=True))
+            copies = tuple((entry, put) for (entry, *_), put in zip(outputs, placed, strict=True))
             shards.append(ShardPlan(file, header, tuple(placed), copies, ()))
     return shards
 

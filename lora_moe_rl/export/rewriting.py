@@ -1,4 +1,4 @@
-"""The frame of commands that write a checkpoint as another one: dequantise, language-model."""
+"""The frame of commands that write a checkpoint as another: dequantise, language-model, untie."""
 
 from __future__ import annotations
 

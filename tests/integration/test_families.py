@@ -5,8 +5,6 @@ The models (`tiny_families.py`) have awkward sizes and routing; routers choose f
 
 from __future__ import annotations
 
-import json
-
 import hf
 import numpy as np
 import pytest
@@ -16,9 +14,8 @@ from ranks import random_batch, run_ranks, spec_of
 from safetensors.torch import load_file, save_file
 
 from lora_moe_rl import cli
-from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.errors import ActorFailed, ModelError
+from lora_moe_rl.errors import ActorFailed
 
 FLOAT32 = {"rtol": 3e-6, "atol": 1e-5}
 LENGTHS = (5, 17, 40, 200)  # the last goes beyond YaRN's original positions
@@ -131,25 +128,6 @@ def test_a_checkpoint_of_an_unknown_variant_is_refused(name, change, message, tm
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ActorFailed, match=message):
         run_ranks(make_config(name, tmp_path), tmp_path, score, {})
-
-
-def test_a_tied_model_is_the_same_with_a_head_of_its_own(tmp_path):
-    """The way out that the refusal of ERNIE 4.5's tied members names."""
-    model = tiny_families.save("ernie4_5_moe", tmp_path, tie_word_embeddings=True)
-    tied = [hf.logprobs(model, ids) for ids in sequences()]
-    config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(ModelError, match=r"tie_word_embeddings=true .* as lm_head\.weight"):
-        ModelShape.from_hf_config(config)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    untied = config | {"tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(untied))
-    ModelShape.from_hf_config(untied)
-    model = hf.load(tmp_path)
-    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
-    for ids, expected in zip(sequences(), tied, strict=True):
-        np.testing.assert_array_equal(hf.logprobs(model, ids), expected)
 
 
 # Qwen3-MoE and DeepSeek-V3: test_verify_layout.py.

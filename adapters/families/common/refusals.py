@@ -36,9 +36,9 @@ def usual(
     parameters of it that it alone has; `attention_bias`: whether it has members with one."""
     if (act := c.get("hidden_act", "silu")) != "silu":
         yield f"hidden_act={act!r} is not supported; only 'silu' is"
-    for key in ("tie_word_embeddings", "mlp_bias"):
-        if c.get(key):
-            yield f"{key}=true is not supported: no published model of this family has it"
+    yield from tied(c)
+    if c.get("mlp_bias"):
+        yield "mlp_bias=true is not supported: no published model of this family has it"
     if c.get("attention_bias") and not attention_bias:
         yield "attention_bias=true is not supported for this family: Megatron-Bridge has no place"
     if c.get("use_sliding_window"):
@@ -47,6 +47,15 @@ def usual(
     if one and other and _kind(one) != _kind(other):
         yield f"rope_parameters has the rope type {_kind(one)!r}, rope_scaling {_kind(other)!r}"
     yield from _rope(one or other, ropes, rope_keys)
+
+
+def tied(c: Config, unsaid: bool = False) -> Iterator[str]:
+    """`unsaid`: whether the head of a model that does not say so is its embedding."""
+    if c.get("tie_word_embeddings", unsaid):
+        yield (
+            "tie_word_embeddings=true is not supported: trainer and planner want embedding and head "
+            "as two tensors; `lora-moe-rl untie MODEL --out DIR` writes the same model with two"
+        )
 
 
 def _kind(rope: Config) -> str:

@@ -66,7 +66,7 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
         "rope_parameters has the rope type 'default', rope_scaling 'yarn'",
     ),
-    (DENSE, {"tie_word_embeddings": True}, "Qwen3-8B and the larger ones"),
+    (DENSE, {"tie_word_embeddings": True}, "`lora-moe-rl untie MODEL --out DIR`"),
     (DENSE, {"attention_bias": True}, "attention_bias"),
     (QWEN2, {"use_sliding_window": True, "sliding_window": 32768}, "use_sliding_window"),
     (MIXTRAL, {"sliding_window": 4096, "max_position_embeddings": 32768}, "at most 4096 tokens"),
