@@ -53,8 +53,8 @@ def tied(c: Config, unsaid: bool = False) -> Iterator[str]:
     """`unsaid`: whether the head of a model that does not say so is its embedding."""
     if c.get("tie_word_embeddings", unsaid):
         yield (
-            "tie_word_embeddings=true is not supported: trainer and planner want embedding and head "
-            "as two tensors; `lora-moe-rl untie MODEL --out DIR` writes the same model with two"
+            "tie_word_embeddings=true is not supported: trainer and planner want embedding and "
+            "head as two; `lora-moe-rl untie MODEL --out DIR` writes the same model with two"
         )
 
 
