@@ -3,8 +3,8 @@
 Layers, gradient sums, checkpoints, refit and tests all read it. Pure: no torch.
 
     kind            modules                       A [r, in]                B [out, r]
-    column          q k v, q_b, kv_b, in_proj_*,  whole                    rows over tp, those of
-                    gate/up                                                each block by itself
+    column          q k v (one by one or in one), whole                    rows over tp, those of
+                    q_b, kv_b, in_proj_*, gate/up                          each block by itself
                     (dense, shared expert)
     row             o, out_proj, down (d., s. e.) columns over tp          whole
     replicated      q_a, kv_a (MLA down proj.)    whole                    whole
