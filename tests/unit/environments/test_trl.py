@@ -210,10 +210,7 @@ def test_a_group_whose_conversations_are_set_other_tasks_is_told_of_once(make, c
 EVIL = [
     ("reset raises", "environment_error", "reset raised RuntimeError('no such world')"),
     ("reset returns", "environment_error", "reset returned 3, not a text or None"),
-    pytest.param(
-        *("reset hangs", "timeout", "reset took longer than environment.tool_timeout_s=5"),
-        marks=pytest.mark.slow,
-    ),
+    ("reset hangs", "timeout", "reset took longer than environment.tool_timeout_s=5"),
     ("exits", "environment_error", "the process ended in call"),
     ("hangs", "timeout", "call took longer than environment.tool_timeout_s=5"),
     ("reward raises", "environment_error", "end raised RuntimeError('no judge')"),
