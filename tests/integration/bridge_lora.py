@@ -67,7 +67,7 @@ def in_bridges_form(
     """
     out: dict[str, np.ndarray] = {}
     for layer, path, name, adapter in _adapters(model):
-        modules = FUSED[path]
+        modules = [m for m in FUSED[path] if m in shape.modules(layer)]
         parts = _split(path)
         if parts and hasattr(adapter, "keys"):
             for module in modules:
