@@ -25,6 +25,7 @@ __all__ = [
     "around",
     "check_around",
     "check_variant",
+    "hf_embedding",
     "hf_layer",
     "hf_name",
     "hf_path",
@@ -213,6 +214,11 @@ def hf_path(shape: ModelShape, module: str) -> str:
 def hf_name(shape: ModelShape, usual: str) -> str:
     """What a family calls what most call `usual` (`Family.names`)."""
     return shape.family.names.get(usual, usual)
+
+
+def hf_embedding(shape: ModelShape) -> str:
+    """The name of the embedding's weight, as checkpoints have it."""
+    return f"{hf_prefix(shape)}{hf_name(shape, 'embed_tokens')}.weight"
 
 
 def transformers_path(shape: ModelShape, module: str) -> str:

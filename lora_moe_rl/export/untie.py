@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_moe_rl.adapters.families import ModelShape, hf_name, hf_prefix
+from lora_moe_rl.adapters.families import ModelShape, hf_embedding
 from lora_moe_rl.errors import ExportError
 from lora_moe_rl.export.merged import NO_FILES, MergeReport, write_part
 from lora_moe_rl.files.untrusted import SafeWeights, inside, read_json
@@ -36,7 +36,7 @@ def _names(
     found: list[str], config: Mapping[str, Any], shape: ModelShape, model: Path
 ) -> dict[str, tuple[str, ...]]:
     """A head beside an embedding that config.json says is the head is what nobody reads."""
-    embedding = f"{hf_prefix(shape)}{hf_name(shape, 'embed_tokens')}.weight"
+    embedding = hf_embedding(shape)
     if not config.get(KEY, HEAD not in found):
         raise ExportError(f"{model} has a head of its own already: it is trained as it is")
     if embedding not in found:

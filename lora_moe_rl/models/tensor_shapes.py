@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lora_moe_rl.adapters.families import ModelShape, hf_name, hf_path, hf_prefix
+from lora_moe_rl.adapters.families import ModelShape, hf_embedding, hf_name, hf_path, hf_prefix
 from lora_moe_rl.errors import ModelError
 from lora_moe_rl.files.untrusted import Entry, SafeFile
 
@@ -100,7 +100,7 @@ def _outside(shape: ModelShape, prefix: str) -> dict[str, Shape]:
     """The shapes of the tensors that are of no layer."""
     table = shape.vocab_size, shape.hidden_size
     return {
-        f"{prefix}{hf_name(shape, 'embed_tokens')}.weight": table,
+        hf_embedding(shape): table,
         "lm_head.weight": table,
         f"{prefix}norm.weight": (shape.hidden_size,),
     }

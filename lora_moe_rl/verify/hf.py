@@ -12,7 +12,7 @@ import torch
 from psutil import virtual_memory
 from torch.overrides import TorchFunctionMode
 
-from lora_moe_rl.adapters.families import hf_name, hf_path, hf_prefix, transformers_path
+from lora_moe_rl.adapters.families import hf_embedding, hf_path, hf_prefix, transformers_path
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.verify.hf_load import load, load_whole
 
@@ -36,7 +36,7 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
     broadcasts. Interleaved ones are `[E, H, 2I]`, with gate in every even column, and `[E, I, H]`.
     """
     state = model.state_dict()
-    inside = f"{hf_prefix(spec.shape)}{hf_name(spec.shape, 'embed_tokens')}.weight" in state
+    inside = hf_embedding(spec.shape) in state
     prefix = hf_prefix(spec.shape) if inside else "model."
     for site in spec:
         A, B = (torch.from_numpy(tensors[f"{site.name}.{m}"]) for m in "AB")

@@ -214,7 +214,7 @@ def expected(
         return Expected(replayed(HuggingFace(exact, single.spec)), ours)
 
 
-def _on_choice(mlp: torch.nn.Module, hook: Callable[..., Any]):
+def on_choice(mlp: torch.nn.Module, hook: Callable[..., Any]):
     """`hook(module, (hidden, experts chosen, weights))` runs before the experts of a block; what it
     gives is taken in their place. Experts that are modules are called one by one: it runs behind
     the router, which gives what they have in common."""
@@ -231,7 +231,7 @@ def _on_choice(mlp: torch.nn.Module, hook: Callable[..., Any]):
 
 @contextmanager
 def _hooks(pairs) -> Iterator[None]:
-    handles = [_on_choice(mlp, hook) for mlp, hook in pairs]
+    handles = [on_choice(mlp, hook) for mlp, hook in pairs]
     try:
         yield
     finally:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.tiny import shapes
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.engine import FilesEngine
+from lora_moe_rl.verify.replay_reference import on_choice
 
 ONE_RANK = TrainerConfig()
 Tensors = dict[str, np.ndarray]
@@ -163,8 +163,9 @@ def reference(
     model there are none."""
     routes: dict[int, torch.Tensor] = {}
     hooks = [
-        _on_choice(
-            model.get_submodule(f"model.layers.{layer}.mlp"), partial(routes.__setitem__, layer)
+        on_choice(
+            model.get_submodule(f"model.layers.{layer}.mlp"),
+            lambda _, args, layer=layer: routes.__setitem__(layer, args[1]),
         )
         for layer in spec.shape.moe_layers
     ]
@@ -180,13 +181,6 @@ def reference(
         return logprobs, np.zeros((len(chosen), 0, 0))
     table = torch.stack([routes[layer][:-1] for layer in spec.shape.moe_layers], dim=1)
     return logprobs, table.sort(-1).values.numpy()
-
-
-def _on_choice(mlp: torch.nn.Module, keep: Callable[[torch.Tensor], None]):
-    """`keep` gets the experts that are chosen for each token, `[L, top_k]`."""
-    if isinstance(mlp.experts, torch.nn.ModuleList):  # one by one: the block calls no module of all
-        return mlp.gate.register_forward_hook(lambda _, args, given: keep(given[0]))
-    return mlp.experts.register_forward_pre_hook(lambda _, args: keep(args[1]))
 
 
 def save_random_model(name: str, folder: Path) -> torch.nn.Module:
