@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.bench.model import deepseek_v3, save_random
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.router_replay.packed import PackedRoutes
 from lora_moe_rl.router_replay.table import RouteTable
@@ -192,10 +192,7 @@ def kimi_job(worker, spec) -> dict[str, Any]:
     from lora_moe_rl.router_replay.routes import Routes
 
     engine = worker.engine
-    init_ray(
-        address="local", num_cpus=1, include_dashboard=False, object_store_memory=OBJECT_STORE,
-        log_to_driver=False,
-    )  # fmt: skip
+    local_ray(1, object_store_memory=OBJECT_STORE)
     try:
         sent, packed_bytes, pack_seconds = _kimi_routes(ray.put, engine.replay.chunk_layers[0])
         batch = TrainBatch.from_sequences([np.zeros(KIMI_TOKENS + 1, np.int32)] * KIMI_SAMPLES)

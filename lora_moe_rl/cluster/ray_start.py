@@ -34,6 +34,7 @@ RAY_STARTS = 3
 # By what starts them: the autoscaler's monitor, the dashboard's server (which Ray starts without a
 # dashboard too) and what copies logs to a driver. Each takes seconds of a core; nobody asks them.
 UNASKED = ("start_monitor", "start_api_server", "start_log_monitor")
+QUIET = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 log = logging.getLogger(__name__)
 
@@ -65,24 +66,16 @@ def store_bytes() -> int:
 def start_ray(num_actors: int) -> None:
     """Joins the cluster of RAY_ADDRESS, or starts Ray in this process. May run in a thread.
 
-    On one machine actors outnumber cores on purpose (they take turns); Ray is told of enough.
     Raises ConfigError when the directory of its sockets has too long a name, ClusterError when it
     does not start.
     """
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         with _own_signals():
-            init_ray(**quiet)
+            init_ray(**QUIET)
         return
     try:
-        with only_loopback(), _without_the_unasked(), _own_signals():
-            init_ray(
-                address="local",
-                num_cpus=max(num_actors, os.cpu_count() or 1),
-                object_store_memory=store_bytes(),
-                include_dashboard=False,
-                **quiet,
-            )
+        with _own_signals():
+            local_ray(num_actors, object_store_memory=store_bytes())
         tell()
     except OSError as error:
         if "AF_UNIX" not in str(error):
@@ -91,6 +84,17 @@ def start_ray(num_actors: int) -> None:
             f"Ray cannot make its sockets below {tempfile.gettempdir()}: the name is too long; set "
             "RAY_TMPDIR to a directory with a short one, such as /tmp"
         ) from error
+
+
+def local_ray(num_actors: int, **options: Any) -> None:
+    """Starts Ray for this process alone, with room for so many actors of one core each.
+
+    They may outnumber the machine's cores, and take turns there. Nor is Ray told of more cores than
+    are asked for: it starts a Python process for each of them, used or not. Raises ClusterError
+    when it does not start.
+    """
+    with only_loopback(), _without_the_unasked():
+        init_ray(address="local", num_cpus=num_actors, include_dashboard=False, **QUIET, **options)
 
 
 def init_ray(**options: Any) -> None:

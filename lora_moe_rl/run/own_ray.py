@@ -19,7 +19,8 @@ class OwnRay:
     """
 
     def __init__(self, config: RunConfig):
-        self._actors = config.trainer.world_size + config.num_engines
+        engines = config.num_engines * config.rollout.nodes
+        self._actors = config.trainer.world_size + engines
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._settled, self._over = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ import ray
 
 from lora_moe_rl.cluster import replicas as group
 from lora_moe_rl.cluster.engines import RolloutEngines
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import EngineDied
 
@@ -24,7 +24,7 @@ ray.cloudpickle.register_pickle_by_value(obedient_engine)  # the actors find no 
 def ray_session():
     started = not ray.is_initialized()
     if started:
-        init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        local_ray(2)
     yield
     if started:
         ray.shutdown()

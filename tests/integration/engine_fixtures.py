@@ -19,7 +19,7 @@ from refit_ranks import make_layouts, make_senders
 
 from lora_moe_rl.adapters.families import ModelShape, hf_path
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.refit.parts import SentPart
 from lora_moe_rl.refit.plan import EngineLayout
@@ -196,7 +196,7 @@ def save_random_model(name: str, folder: Path) -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    init_ray(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    local_ray(2)
     yield
     ray.shutdown()
 

@@ -96,9 +96,9 @@ class Chatty:
 def test_in_a_ray_actor(tmp_path):
     import ray
 
-    from lora_moe_rl.cluster.ray_start import init_ray
+    from lora_moe_rl.cluster.ray_start import local_ray
 
-    init_ray(address="local", num_cpus=1, log_to_driver=False, include_dashboard=False)
+    local_ray(1)
     try:
         log = tmp_path / "actor.log"
         actor = ray.remote(Chatty).remote(str(log))

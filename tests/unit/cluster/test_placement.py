@@ -18,7 +18,7 @@ def test_ranks_that_follow_each_other_share_a_node():
 
 TAKING_TURNS = """
 import os, json, ray, sys
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.config import RunConfig
 
@@ -26,7 +26,7 @@ class Where:
     def gpus(self):
         return os.environ["CUDA_VISIBLE_DEVICES"].split(","), ray.get_gpu_ids()
 
-init_ray(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
+local_ray(10, num_gpus=8)
 config = RunConfig(
     model={"path": "x"}, trainer={"world_size": 8, "tp": 2, "device": "cuda"},
     rollout={"engines": 2} | json.loads(sys.argv[1]), placement={"mode": "colocated"},

@@ -42,7 +42,7 @@ from types import SimpleNamespace
 import obedient_engine, ray
 from lora_moe_rl.cluster import replicas
 from lora_moe_rl.cluster.placement import Placement
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig
 
 class Engine(obedient_engine.Engine):
@@ -52,7 +52,7 @@ class Engine(obedient_engine.Engine):
         return ray.get_gpu_ids(), begun, time.time()
 
 ray.cloudpickle.register_pickle_by_value(obedient_engine)
-init_ray(address="local", num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False)
+local_ray(5, num_gpus=2)
 rollout = {"engines": 4, "gpus_per_engine": 0.5}
 config = RunConfig(model={"path": "x"}, trainer={"device": "cpu"}, rollout=rollout)
 replicas.RolloutEngine = Engine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 
-from lora_moe_rl.cluster.ray_start import init_ray
+from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.router_replay.travel import Beside, put_together, send, taken_apart
 
@@ -36,7 +36,7 @@ class Maker:
 @pytest.fixture
 def maker():
     if started := not ray.is_initialized():
-        init_ray(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        local_ray(1)
     actor = ray.remote(Maker).options(num_cpus=0).remote()
     yield actor
     ray.kill(actor)
