@@ -30,6 +30,8 @@ from lora_moe_rl.calls.ending import MARK
 from lora_moe_rl.environments.parts.tool_worker import answer
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
+from lora_moe_rl.upstream.checks import require_attributes
+from lora_moe_rl.upstream.transformers_import import import_transformers
 
 RESERVED = ("reset", "get_reward", "get_turn_reward", "get_turn_state")  # methods that are no tools
 MOST_OF_STATE = 1_000_000  # characters of an attribute that is sent, as JSON
@@ -89,8 +91,7 @@ class Held:
     def describe(self) -> dict[str, Any]:
         """Its class, whether it gives rewards and tells of states, and its tools as chat templates
         want them, made by transformers."""
-        from transformers.utils.chat_template_utils import get_json_schema
-
+        get_json_schema = _schemas()
         if not inspect.ismethod(getattr(self._instance, "reset", None)):
             return {"error": f"{type(self._instance).__name__} has no method reset"}
         schemas = []
@@ -146,6 +147,17 @@ class Held:
 
     def _waited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.iscoroutine(value) else value
+
+
+def _schemas() -> Callable[[Callable], dict[str, Any]]:
+    """transformers' `get_json_schema`. To see whether an argument is a tensor it would import
+    torch, for seconds, and pydantic validates none."""
+    import_transformers()
+    from transformers.utils import chat_template_utils
+
+    require_attributes(chat_template_utils, ("is_torch_available",), __name__)
+    chat_template_utils.is_torch_available = lambda: False
+    return chat_template_utils.get_json_schema
 
 
 def tools_of(instance: Any) -> Sequence[Callable]:
