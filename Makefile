@@ -9,6 +9,7 @@ KIND := $(if $(GPU),gpu,cpu)
 BIN := .venv/bin
 STAMP := .venv/.setup-$(KIND)
 JOBS ?= 2
+UNIT_JOBS ?= 3
 DEMO_DIR ?= runs/demo/$(shell date +%Y%m%d-%H%M%S)
 SOAK_DIR ?= runs/soak/$(shell date +%Y%m%d-%H%M%S)
 
@@ -85,9 +86,10 @@ ci: $(STAMP)
 tiny: $(STAMP)
 	$(BIN)/lora-moe-rl make-tiny qwen3_moe
 
-# What CI runs after make lint: of what is slow only one test of each kind.
+# What CI runs after make lint: of what is slow only one test of each kind. Unit tests wait often
+# enough for two cores to have room for three pytest processes.
 test-ci: $(STAMP)
-	$(PYTEST) tests/unit -m "not slow or whole"
+	$(PYTEST) tests/unit -m "not slow or whole" -n $(UNIT_JOBS)
 	$(PYTEST) tests/integration tests/browser -m "not slow or whole"
 
 # Everything, with what the tests of a file share started once: before a release.

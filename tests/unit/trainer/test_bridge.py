@@ -52,7 +52,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_models_are_imported_when_they_are_asked_for():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout.strip().endswith("all"), done.stderr
