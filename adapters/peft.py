@@ -94,13 +94,13 @@ def write(
 def form_of(shape: ModelShape, form: Form | None) -> Form:
     """The form of an adapter's files, where `form` was asked for. Raises AdapterError for one that
     nobody reads: experts that are one parameter in checkpoints have no names one by one."""
-    if shape.family.expert_modules and form == "3d":
+    if shape.family.experts == "modules" and form == "3d":
         raise AdapterError(
             f"experts of {shape.architecture} are modules one by one in its code, and have no name "
             "together: take the form 2d"
         )
-    if not shape.family.interleaved_experts:
-        return form or ("3d" if shape.family.stacked_files else "2d")
+    if shape.family.experts != "interleaved":
+        return form or ("3d" if shape.family.experts == "stacked" else "2d")
     if form == "2d":
         raise AdapterError(
             f"experts of {shape.architecture} are one parameter of transformers and vLLM, and have "
@@ -246,7 +246,7 @@ def _stacked(spec: AdapterSpec, tensors: Tensors, most: float) -> Iterator[tuple
     both_B = np.concatenate(
         [_pad(gate_B, -1, gate_B.shape[-1] + up_B.shape[-1]), _pad_front(up_B, gate_B.shape[-1])], 1
     )
-    if spec.shape.family.interleaved_experts:  # row 2 i is gate's, row 2 i + 1 up's
+    if spec.shape.family.experts == "interleaved":  # row 2 i is gate's, row 2 i + 1 up's
         both_B = both_B[:, np.arange(both_B.shape[1]).reshape(2, -1).T.ravel()]
     gate_up = np.concatenate([gate_A, up_A], 1), both_B
     for name, (A, B) in ((f"{path}.base_layer", gate_up), (path, down)):

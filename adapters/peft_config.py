@@ -58,7 +58,7 @@ def peft_config(spec: AdapterSpec, config: RunConfig, form: Form = "2d") -> dict
 def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
     """(`target_modules`, `target_parameters`): see above."""
     converted = _converts(spec)
-    named = converted or spec.shape.family.expert_modules
+    named = converted or spec.shape.family.experts == "modules"
     modules: set[str] = set()
     parameters: set[str] = set()
     for site in spec:
@@ -78,7 +78,7 @@ def _targets(spec: AdapterSpec, form: Form) -> tuple[list[str], list[str]]:
 
 def _converts(spec: AdapterSpec) -> bool:
     """Whether PEFT takes the names of an MLP's linears for stacked experts."""
-    return spec.shape.num_experts > 0 and spec.shape.family.peft_finds_experts
+    return spec.shape.num_experts > 0 and spec.shape.family.experts == "converted"
 
 
 def _rank_pattern(spec: AdapterSpec, most: int, form: Form) -> dict[str, int]:
@@ -98,7 +98,7 @@ def _rank_pattern(spec: AdapterSpec, most: int, form: Form) -> dict[str, int]:
             path += r"(\.weight)?"
         if site.num_experts is None or form == "2d":
             paths.setdefault(path, {})[site.layer] = site.rank
-        if site.num_experts is not None and not spec.shape.family.expert_modules:
+        if site.num_experts is not None and spec.shape.family.experts != "modules":
             down = site.module == "experts.down"
             stacked = rf"mlp\.experts\.{'down' if down else 'gate_up'}_proj"
             of_layer = paths.setdefault(stacked, {})

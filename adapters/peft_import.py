@@ -219,7 +219,7 @@ def _unstack(key: Key, A, B, shape: ModelShape, settings, origin: _Origin, found
     assert experts is not None
     sides = {"gate_up": (hidden, 2 * width), "down": (width, hidden)}
     where = f"{hf_layer(shape, key.layer)}.mlp.experts"
-    interleaved = shape.family.interleaved_experts
+    interleaved = shape.family.experts == "interleaved"
     kind, swapped = _which(key, where, A, B, sides, experts, origin, oriented=interleaved)
     if interleaved and kind == "gate_up":
         B = np.concatenate([B[..., ::2, :], B[..., 1::2, :]], axis=-2)

@@ -26,7 +26,7 @@ from lora_moe_rl.upstream.checks import require_attributes, require_parameters, 
 WHO = "lora_moe_rl/refit/slots.py"
 
 GATE, DOWN, UP = range(3)  # slices of routed experts
-INTERLEAVED = tuple(name for name, family in FAMILIES.items() if family.interleaved_experts)
+INTERLEAVED = tuple(name for name, family in FAMILIES.items() if family.experts == "interleaved")
 
 
 def _interleaved(layer: FusedMoE3DWithLoRA, slice_: int, matrix: Matrix) -> torch.Tensor:

@@ -108,11 +108,10 @@ FAMILY = Family(
     },
     served_attention="attention",
     moe_layers=moe.after_the_first,
-    sigmoid_router=True,
+    router="sigmoid",
     shared_expert="shared_experts",
     shared_width=lambda c: c["moe_intermediate_size"] * (c.get("num_shared_experts") or 0),
-    peft_finds_experts=False,
-    expert_modules=True,
+    experts="modules",
     reference_class=reference_class,
     reference_keys=reference_keys,
 )

@@ -58,7 +58,7 @@ FAMILY = Family(
     moe_layers=moe_layers,
     num_experts=("moe_num_experts",),
     top_k="moe_k",
-    corrected_softmax=True,
+    router="corrected_softmax",
     shared_expert="shared_experts",
     shared_width=lambda c: c["moe_intermediate_size"] * c["moe_num_shared_experts"],
 )

@@ -34,7 +34,7 @@ FAMILY = Family(
     qkv_bias=lambda c: bool(c.get("attention_bias")),
     qk_norm=lambda c: bool(c.get("use_qk_norm")),
     moe_layers=moe.after_the_first,
-    sigmoid_router=True,
+    router="sigmoid",
     shared_expert="shared_experts",
     shared_width=moe.shared_experts,
 )

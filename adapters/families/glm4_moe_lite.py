@@ -34,7 +34,7 @@ FAMILY = Family(
     refused=refused,
     bridge=bridge,
     moe_layers=moe.after_the_first,
-    sigmoid_router=True,
+    router="sigmoid",
     shared_expert="shared_experts",
     shared_width=moe.shared_experts,
 )

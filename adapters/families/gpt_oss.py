@@ -100,6 +100,6 @@ FAMILY = Family(
     qkv_bias=lambda c: True,
     moe_layers=moe.every_layer,
     moe_width="intermediate_size",
-    interleaved_experts=True,
+    experts="interleaved",
     served_attention="attn",
 )

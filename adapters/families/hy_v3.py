@@ -52,9 +52,9 @@ FAMILY = Family(
     bridge=bridge,
     qk_norm=lambda c: True,
     moe_layers=moe.after_the_first,
-    sigmoid_router=True,
+    router="sigmoid",
     shared_expert="shared_mlp",
     shared_in_transformers="shared_experts",
     shared_width=lambda c: c["moe_intermediate_size"] * c["num_shared_experts"],
-    peft_finds_experts=False,
+    experts="unconverted",
 )

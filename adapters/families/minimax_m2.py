@@ -78,6 +78,6 @@ FAMILY = Family(
     moe_width="intermediate_size",
     moe_block=BLOCK,
     expert_names=EXPERT_NAMES,
-    sigmoid_router=True,
+    router="sigmoid",
     reference_keys=reference_keys,
 )

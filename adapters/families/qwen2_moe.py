@@ -46,5 +46,5 @@ FAMILY = Family(
     shared_expert="shared_expert",
     shared_width=lambda c: c["shared_expert_intermediate_size"],
     shared_gate=True,
-    peft_finds_experts=False,
+    experts="unconverted",
 )

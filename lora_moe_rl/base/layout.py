@@ -161,7 +161,7 @@ def _experts_missing(shape: ModelShape, trainer: TrainerConfig, rollout: Rollout
 
 def _unlike(shape: ModelShape, trainer: ExpertCut, engine: ExpertCut) -> str:
     """Why two cuts of experts share nothing; '' when they do."""
-    if shape.family.interleaved_experts:
+    if shape.family.experts == "interleaved":
         return "the engine has the rows of gate and up in turn, and the trainer one after the other"
     if trainer.pieces != engine.pieces:
         return (

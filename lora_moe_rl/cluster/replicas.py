@@ -21,12 +21,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster import stacks
 from lora_moe_rl.cluster.actors import Actor, answer, get
+from lora_moe_rl.cluster.engine_actor import make_engine
 from lora_moe_rl.cluster.hearing import heard
 from lora_moe_rl.cluster.held_up import HeldUp
 from lora_moe_rl.cluster.placement import Placement
@@ -48,9 +48,6 @@ from lora_moe_rl.ports import Ref
 from lora_moe_rl.refit.parts import PartLayout
 from lora_moe_rl.refit.transports import Channel
 from lora_moe_rl.rollout import outputs
-from lora_moe_rl.rollout.engine import RolloutEngine
-from lora_moe_rl.rollout.merged import MergedRolloutEngine
-from lora_moe_rl.rollout.spread import RanksOfEngine
 
 PUBLISH_POLL_S = 0.05
 REFIT_GRACE_S = 20  # an engine that gives up by itself says more than one that is given up
@@ -106,26 +103,10 @@ class Replicas:
         self.newest = -1  # the version under which requests go on, if they are continued
 
     def _actor(self, index: int) -> Actor:
-        merged = self.config.refit.mode == "merged"
-        engine_class = MergedRolloutEngine if merged else RolloutEngine
-        engine = ray.remote(engine_class).options(**self.placement.engine(index))
-        name = f"engine-{index}"
-        log_path = str(self.run_dir.log_path(name))
-        parts = (self.config, str(self.model_dir), self.spec, index, log_path, self.held)
-        handle = engine.remote(*parts)
-        if self.config.rollout.nodes == 1:
-            return Actor(handle, name, self.run_dir)
-        further = range(1, self.config.rollout.nodes)
-        ranks = [self._ranks(index, node) for node in further]
-        return SpreadActor(handle, name, self.run_dir, ranks)
-
-    def _ranks(self, index: int, node: int) -> Actor:
-        """The actor of an engine's ranks on one of its nodes after the first."""
-        ranks = ray.remote(RanksOfEngine).options(**self.placement.engine(index, node))
-        name = f"engine-{index}-node-{node}"
-        parts = (self.config, str(self.model_dir), self.spec, index, node)
-        handle = ranks.remote(*parts, str(self.run_dir.log_path(name)))
-        return Actor(handle, name, self.run_dir)
+        return make_engine(
+            *(index, self.config, self.spec, self.model_dir),
+            *(self.run_dir, self.placement, self.held),
+        )
 
     @property
     def further_places(self) -> list[str]:

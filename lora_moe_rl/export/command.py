@@ -186,7 +186,7 @@ def _form_of_peft(options: argparse.Namespace, shape: ModelShape) -> PeftForm:
     from lora_moe_rl.adapters import peft
 
     asked = options.form
-    if options.reader == "vllm" and not shape.family.interleaved_experts:
+    if options.reader == "vllm" and shape.family.experts != "interleaved":
         asked = "2d"
     form = peft.form_of(shape, asked)
     if options.reader == "vllm" and form == "3d":

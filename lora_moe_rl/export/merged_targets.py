@@ -267,7 +267,7 @@ def _stack(base: SafeWeights, spec: AdapterSpec, site: Site) -> StoredWeight | N
             )
         if name not in base.file_of:
             continue
-        if spec.shape.family.interleaved_experts:
+        if spec.shape.family.experts == "interleaved":
             raise ExportError(
                 f"{base.directory} has {name} with gate and up in turn, which a merge does not "
                 "write: export the adapter (--to peft), and merge it with PEFT's merge_and_unload, "

@@ -103,12 +103,12 @@ def check_model_dir(path: Path | str) -> dict:
     if quantised.form(config) == "fp8":
         _check_fp8_scales(files)
     shape = ModelShape.from_hf_config(config)
-    check_complete(path, names, shape, _predicting(config))
+    check_complete(path, names, shape, prediction_layers(config))
     check_shapes(files, shape)
     return config
 
 
-def _predicting(config: Mapping[str, Any]) -> int:
+def prediction_layers(config: Mapping[str, Any]) -> int:
     """Layers that predict further tokens, which DeepSeek's and GLM's checkpoints have after the
     last."""
     said = {**config, **(config.get("text_config") or {})}

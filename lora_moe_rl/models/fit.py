@@ -43,7 +43,7 @@ def check_layout(shape: ModelShape, config: RunConfig, form: str | None = None) 
                     f"{number}"
                 )
     _check_context_heads(trainer, heads)
-    if shape.family.interleaved_experts:
+    if shape.family.experts == "interleaved":
         _check_interleaved(shape, config)
     if form in WHOLE and dims["moe_intermediate"] % (trainer.etp * WHOLE[form]):
         raise ConfigError(
@@ -154,7 +154,7 @@ def check_start(spec: AdapterSpec, config: RunConfig) -> None:
     """Raises ConfigError where a start from the base would look for weights that no checkpoint of
     the family has one by one."""
     family = spec.shape.family
-    one_by_one = not (family.interleaved_experts or family.stacked_files)
+    one_by_one = family.experts not in ("stacked", "interleaved")
     if not config.adapter.starts_from_base or one_by_one:
         return
     if experts := sorted({site.module for site in spec if site.num_experts is not None}):
@@ -173,7 +173,7 @@ def _check_linear(shape: ModelShape, config: RunConfig, form: str | None) -> Non
         raise ConfigError(
             f"the base is {form}, and {what}, which is supported in float dtypes; {AS_NUMBERS}"
         )
-    if config.refit.mode == "merged" and shape.family.stacked_files:
+    if config.refit.mode == "merged" and shape.family.experts == "stacked":
         raise ConfigError(
             f"refit.mode=merged: checkpoints of {shape.architecture} have the experts of a layer "
             "in one, which are not merged in engines; use refit.mode=adapter"

@@ -139,7 +139,7 @@ def _of_layer(shape: ModelShape, layer: int) -> dict[str, Shape]:
         # All experts of a layer in one, as transformers 5 keeps them.
         found[f"{block}.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         found[f"{block}.experts.down_proj"] = (experts, hidden, width)
-    if shape.family.interleaved_experts:
+    if shape.family.experts == "interleaved":
         found |= _interleaved(shape, hidden, experts, shape.dims["moe_intermediate"])
     return found
 

@@ -72,7 +72,7 @@ def kept_by_layer(
     rows = shape.top_k / t
     inner = modules.gated_rows * d["moe_intermediate"]
     kept["experts"] = rows * b * (shape.hidden_size * trainer.etp + inner)
-    router = modules.sigmoid_router if shape.family.sigmoid_router else modules.router
+    router = modules.sigmoid_router if shape.family.router == "sigmoid" else modules.router
     kept["router"] = shape.num_experts * router / t + rows * 12
     kept["MLP"] = modules.gated * d["shared_intermediate"] * b / t
     return kept

@@ -150,7 +150,7 @@ def _attention(facts: Facts, layer: int) -> Iterator[BaseTensor]:
                 one = replace(one, shape=(heads * d["head_dim"],), split=ROWS)
             yield one
     yield linear("linear_proj", hidden, d["heads"] * d["head_dim"], COLUMNS)
-    if shape.family.interleaved_experts:  # and with them biases of all linears, and sinks
+    if shape.family.experts == "interleaved":  # and with them biases of all linears, and sinks
         name = "self_attention.linear_proj.bias"
         yield BaseTensor(name, (hidden,), WHOLE, layer, "attention")
         name = "self_attention.core_attention.softmax_offset"
@@ -186,7 +186,7 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         return
     experts = shape.num_experts
     yield BaseTensor("mlp.router.weight", (experts, hidden), WHOLE, layer, "router")
-    if shape.family.sigmoid_router or shape.family.corrected_softmax:
+    if shape.family.router != "softmax":
         name = "mlp.router.expert_bias"
         yield BaseTensor(name, (experts,), WHOLE, layer, "router", buffer=True)
     width = d["moe_intermediate"]
@@ -195,10 +195,10 @@ def _mlp(facts: Facts, layer: int) -> Iterator[BaseTensor]:
         ("linear_fc2", (experts, hidden, width), EXPERT_COLUMNS),
     ):
         yield BaseTensor(f"mlp.experts.{name}.weight", sizes, split, layer, "experts", linear=True)
-        if shape.family.interleaved_experts:
+        if shape.family.experts == "interleaved":
             cut = split if split is EXPERT_ROWS else split[:1]
             yield BaseTensor(f"mlp.experts.{name}.bias", sizes[:2], cut, layer, "experts")
-    if shape.family.interleaved_experts:
+    if shape.family.experts == "interleaved":
         yield BaseTensor("mlp.router.bias", (experts,), WHOLE, layer, "router")
     if d["shared_intermediate"]:
         width = d["shared_intermediate"]

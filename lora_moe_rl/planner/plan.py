@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.fit import check_blocks, check_layout
-from lora_moe_rl.planner import host
+from lora_moe_rl.planner import drafts, host
 from lora_moe_rl.planner.base import num_parameters
 from lora_moe_rl.planner.compute import Flops, Lengths, Roofline, Seconds
 from lora_moe_rl.planner.facts import Facts, Format
@@ -79,8 +79,9 @@ class RunPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """What may not fit: of a host's memory a part is allowances."""
-        return [*host.warnings(self.hosts, self.assumed.hardware)]
+        """What may not fit: of a host's memory a part is allowances, and not all is known."""
+        known = host.warnings(self.hosts, self.assumed.hardware)
+        return [*known, *drafts.not_counted(self.config)]
 
     @property
     def gpus(self) -> tuple[int, int, bool]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig
+from lora_moe_rl.planner import drafts
 from lora_moe_rl.planner.base import BaseTensor, base_tensors
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
@@ -59,12 +61,14 @@ def engine_rank(
     """Ranks of an engine hold equally much, but for experts that do not divide: the first."""
     rollout, shape = config.rollout, facts.shape
     budget = int(rollout.gpu_memory_utilization * gpu.memory * GIB)
-    base = weight_bytes(facts, rollout.tp, rollout.ep, weights, rollout.dp)
+    layers, cut = drafts.loaded_layers(facts, config), (rollout.tp, rollout.ep, weights, rollout.dp)
+    base = weight_bytes(facts, *cut)
+    base += layers * _bytes(facts, drafts.tensors(facts), *cut)
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
     working = PROFILE_BYTES + logits + gathered_bytes(facts, rollout)
     working += rollout.max_num_seqs * state_bytes(facts, rollout.tp, itemsize(weights))
-    token = kv_token_bytes(facts, rollout.tp, itemsize(weights))
+    token = kv_token_bytes(facts, rollout.tp, itemsize(weights), layers)
     made = EngineRank(base, slots, working, 0, token, 0, 0)
     return with_budget(made, budget, config.model.max_length)
 
@@ -78,9 +82,14 @@ def with_budget(engine: EngineRank, budget: int, max_length: int) -> EngineRank:
 
 def weight_bytes(facts: Facts, tp: int, ep: bool, weights: Format, dp: int = 1) -> int:
     """Bytes of weights on the first of `tp * dp` ranks."""
+    return _bytes(facts, base_tensors(facts), tp, ep, weights, dp)
+
+
+def _bytes(
+    facts: Facts, tensors: Iterable[BaseTensor], tp: int, ep: bool, weights: Format, dp: int
+) -> int:
     return sum(
-        tensor_bytes(tensor, engine_shape(facts, tensor, tp, ep, dp), weights)
-        for tensor in base_tensors(facts)
+        tensor_bytes(tensor, engine_shape(facts, tensor, tp, ep, dp), weights) for tensor in tensors
     )
 
 
@@ -134,10 +143,12 @@ def slot_bytes(spec: AdapterSpec, config: RunConfig, b: int) -> int:
     return total * b * config.refit.slots
 
 
-def kv_token_bytes(facts: Facts, tp: int, b: int) -> int:
-    """Bytes that one token takes in the KV cache of one rank, with `b` bytes a value. MLA's latent
-    is the same on every rank; linear attention keeps none of tokens."""
-    d, layers = facts.shape.dims, facts.shape.num_layers - len(facts.shape.linear_layers)
+def kv_token_bytes(facts: Facts, tp: int, b: int, further: int = 0) -> int:
+    """Bytes that one token takes in the KV cache of one rank, with `b` bytes a value, and so many
+    `further` layers. MLA's latent is the same on every rank; linear attention keeps none of
+    tokens."""
+    d = facts.shape.dims
+    layers = facts.shape.num_layers - len(facts.shape.linear_layers) + further
     if facts.shape.family.attention == "mla":
         return layers * (d["kv_lora_rank"] + d["rope_dim"]) * b
     return layers * 2 * max(1, d["kv_heads"] // tp) * d["head_dim"] * b

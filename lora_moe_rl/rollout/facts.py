@@ -63,7 +63,7 @@ def slot_rank(spec: AdapterSpec) -> int:
 def in_halves(site: Site, shape: ModelShape) -> bool:
     """Whether a site has a half of its slot's rank: where experts have gate and up in turn, vLLM
     has both in one slot (`vllm/lora/layers/fused_moe.py`, FusedMoE3DWithLoRA)."""
-    return shape.family.interleaved_experts and site.module in ("experts.gate", "experts.up")
+    return shape.family.experts == "interleaved" and site.module in ("experts.gate", "experts.up")
 
 
 def too_large_for_experts(spec: AdapterSpec, rollout: RolloutConfig) -> str:

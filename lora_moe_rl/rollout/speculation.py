@@ -41,6 +41,13 @@ def given(config: RunConfig) -> Any:
     return config.rollout.engine_args.get(NAME)
 
 
+def method(config: RunConfig) -> str | None:
+    """By what tokens are guessed; None when none are, or nothing is named (`check_speculation`)."""
+    found = given(config)
+    named = found.get("method") if isinstance(found, Mapping) else None
+    return named if isinstance(named, str) else None
+
+
 def check_speculation(config: RunConfig, shape: ModelShape, cpu: bool) -> None:
     """Raises ConfigError for guesses that vLLM would not take as the policy's samples, or that
     nobody has tried. `cpu`: it is vLLM's CPU build."""
@@ -48,12 +55,11 @@ def check_speculation(config: RunConfig, shape: ModelShape, cpu: bool) -> None:
     if found is None:
         return
     said = f"{SETTING}={value_text(found)}"
-    if not isinstance(found, Mapping) or not isinstance(found.get("method"), str):
+    if (named := method(config)) is None:
         raise ConfigError(
             f"{said} is no dictionary of vLLM's that names a method; as "
             '{"method": "mtp", "num_speculative_tokens": 1}'
         )
-    method = found["method"]
     if found.get("rejection_sample_method") == "synthetic":
         raise ConfigError(
             f"{said} takes guesses by a rate, and samples are no longer the policy's; leave "
@@ -64,12 +70,12 @@ def check_speculation(config: RunConfig, shape: ModelShape, cpu: bool) -> None:
             f"{said}: on the CPU the states of linear attention cannot go back to before a guess "
             "that is not taken; leave it out"
         )
-    if not cpu and shape.moe_layers and method in WITHOUT_ROUTES:
+    if not cpu and shape.moe_layers and named in WITHOUT_ROUTES:
         raise ConfigError(
             f"{said}: vLLM's model runner that records the routes of a MoE model on GPUs does not "
-            f"have the method {method}; use mtp, eagle3 or a draft_model"
+            f"have the method {named}; use mtp, eagle3 or a draft_model"
         )
-    if method in FROM_TOKENS:
+    if named in FROM_TOKENS:
         return
     for key, value, off in (
         ("model.held_once", config.model.held_once, "off"),

@@ -194,7 +194,7 @@ def make_provider(source, config: TrainerConfig, num_layers: int, device: Device
             raise RuntimeError(f"Megatron-Bridge's provider has no option {name} any more")
         setattr(provider, name, value)
     provider.finalize()
-    if family.corrected_softmax:
+    if family.router == "corrected_softmax":
         from lora_moe_rl.trainer import corrected_softmax
 
         corrected_softmax.install(provider)

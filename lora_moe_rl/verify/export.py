@@ -63,11 +63,11 @@ def _parser() -> argparse.ArgumentParser:
 def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> Sequence[str]:
     """Those that are asked for, or all that something reads. Raises ConfigError for another one."""
     family, why = spec.shape.family, {}
-    if family.stacked_files or family.interleaved_experts:
+    if family.experts in ("stacked", "interleaved"):
         why["peft-2d"] = "PEFT reads peft-3d alone"
-    if family.expert_modules:
+    if family.experts == "modules":
         why["peft-3d"] = "experts are modules one by one, and PEFT reads peft-2d alone"
-    if family.interleaved_experts:
+    if family.experts == "interleaved":
         why["vllm-adapter"] = "vLLM reads no experts one by one"
         if any(site.num_experts is not None for site in spec):
             in_turn = "experts with gate and up in turn are not merged"

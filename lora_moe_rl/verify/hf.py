@@ -48,7 +48,7 @@ def merge(model: torch.nn.Module, spec: AdapterSpec, tensors: Mapping[str, np.nd
             for expert, one in enumerate(delta.expand(site.num_experts, *delta.shape[-2:])):
                 path = hf_path(spec.shape, site.module).format(expert)
                 state[f"{layer}.{path}.weight"] += one
-        elif spec.shape.family.interleaved_experts:
+        elif spec.shape.family.experts == "interleaved":
             part, columns = _IN_TURN[site.module]
             state[f"{layer}.mlp.experts.{part}_proj"][..., columns] += delta.mT
         elif site.module == "experts.down":

@@ -41,9 +41,9 @@ class HuggingFace:
 
     def __init__(self, model: torch.nn.Module, spec: AdapterSpec):
         self.model, self.spec = model, spec
-        self.sigmoid = spec.shape.family.sigmoid_router
+        self.sigmoid = spec.shape.family.router == "sigmoid"
         # Of a router's output: that of experts that are modules gives them last.
-        self.logits_place = -1 if spec.shape.family.expert_modules else 0
+        self.logits_place = -1 if spec.shape.family.experts == "modules" else 0
 
     @torch.no_grad()
     def compare(

@@ -36,7 +36,7 @@ def write(
             "experts.up out of adapter.targets"
         )
     if not any(site.shared for site in spec):
-        form = None if spec.shape.family.interleaved_experts else "2d"  # as engines read it
+        form = None if spec.shape.family.experts == "interleaved" else "2d"  # as engines read it
         peft.write(directory, spec, tensors, config, form)
         return
     whole = dict(peft.peft_tensors(spec, tensors))

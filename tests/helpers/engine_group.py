@@ -10,7 +10,7 @@ import obedient_engine
 import pytest
 import ray
 
-from lora_moe_rl.cluster import replicas as group
+from lora_moe_rl.cluster import engine_actor
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig
@@ -34,7 +34,7 @@ def ray_session():
 def start(ray_session, tmp_path, monkeypatch):
     """Makes a group of engines that are prepared and serve version 3; none yet, if engines may
     join, which is in one event loop."""
-    monkeypatch.setattr(group, "RolloutEngine", obedient_engine.Engine)
+    monkeypatch.setattr(engine_actor, "RolloutEngine", obedient_engine.Engine)
     groups = []
 
     def start(placement="split", **rollout):

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
+from lora_moe_rl.cluster import engine_actor
 from lora_moe_rl.cluster import engines as group
-from lora_moe_rl.cluster import replicas
 from lora_moe_rl.config.recipes import load_config
 
 DEATHS = (2, 4)  # versions at whose commit it dies, once each
@@ -67,5 +67,6 @@ class WatchedEngines(group.RolloutEngines):
 
 
 if "MARKS" in os.environ:
-    replicas.RolloutEngine = dying(replicas.RolloutEngine, Path(os.environ["MARKS"]))
+    made = dying(engine_actor.RolloutEngine, Path(os.environ["MARKS"]))
+    engine_actor.RolloutEngine = made
     group.RolloutEngines = WatchedEngines

@@ -17,7 +17,7 @@ from refit_ranks import make_layouts, make_senders
 from spoken_source import TOKENIZER, client, listening
 
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
-from lora_moe_rl.cluster import replicas
+from lora_moe_rl.cluster import engine_actor
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.endpoint.run_source import RunSource
@@ -54,7 +54,7 @@ def test_serve_gives_up_what_nobody_waits_for(tmp_path):
 def engines_of_a_run(folder: Path, monkeypatch):
     """One engine as a run has it: a Ray actor, which serves version 0."""
     config, spec = model_and_config(folder)
-    monkeypatch.setattr(replicas, "RolloutEngine", EndlessEngine)
+    monkeypatch.setattr(engine_actor, "RolloutEngine", EndlessEngine)
     here = Path(__file__).parent
     folders = {"env_vars": {"PYTHONPATH": f"{here}:{here.parent / 'helpers'}:{here.parents[1]}"}}
     place = SimpleNamespace(

@@ -21,7 +21,7 @@ from engine_fixtures import (
 )
 from letters import STOPS, letters_in_pairs
 
-from lora_moe_rl.cluster import replicas
+from lora_moe_rl.cluster import engine_actor
 from lora_moe_rl.cluster.engines import RolloutEngines
 from lora_moe_rl.rollout import outputs
 from lora_moe_rl.service.backend import Ask, Facts
@@ -52,7 +52,7 @@ def served(ray_session, tmp_path_factory):
     run_dir = SimpleNamespace(log_path=lambda name: folder / f"{name}.log", tail=lambda name: "")
     placement = SimpleNamespace(engine=lambda index: ACTOR, engines_share=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "RolloutEngine", Engine)
+        patch.setattr(engine_actor, "RolloutEngine", Engine)
         engines = RolloutEngines(config, spec, folder, run_dir, placement)  # type: ignore[arg-type]
     engines.start_async()
     try:

@@ -15,6 +15,19 @@ def never(config: Config) -> bool:
     return False
 
 
+# A router's scores; all but those of a plain softmax have a correction for the choice alone.
+Router = Literal["softmax", "corrected_softmax", "sigmoid"]
+# How the routed experts of a layer stand in checkpoints and in transformers' model, and what PEFT
+# 0.21.2 takes the names of their linears for (adapters/peft_config.py):
+#   converted    one by one in checkpoints, stacked in the model; PEFT finds the stacks
+#   unconverted  the same; PEFT finds linears of dense layers and shared experts alone
+#   modules      one by one in both: files of the 3d form would name nothing
+#   stacked      stacked in both; PEFT reads the 3d form alone, vLLM wants a flag for the 2d form
+#   interleaved  stacked in both and in vLLM, gate and up in turn, each with a bias:
+#                `mlp.experts.gate_up_proj` [E, hidden, 2 * width] and `gate_up_proj_bias`
+Experts = Literal["converted", "unconverted", "modules", "stacked", "interleaved"]
+
+
 @dataclass(frozen=True)
 class Inside:
     """Where a language model is in a larger one: under `key` of config.json, its weights under
@@ -58,6 +71,7 @@ class Family:
                  and what follows about experts means nothing
     moe_block, expert_names  (gate, up, down): the names that checkpoints, vLLM and adapters use for
                  routed experts
+    router, experts  see `Router` and `Experts`
     names        {ours: Hugging Face's} of what is not called as usual: self_attn, o_proj, q_norm,
                  k_norm, embed_tokens
     reference_class  the class of the reference, where transformers has none of the architecture's
@@ -89,11 +103,8 @@ class Family:
     # Qwen3-MoE transformers 5 writes the second), and of how many are chosen.
     num_experts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
     top_k: str = "num_experts_per_tok"
-    # Checkpoints, transformers and vLLM hold routed experts stacked, gate and up interleaved, each
-    # with a bias: `mlp.experts.gate_up_proj` [E, hidden, 2 * width] and `gate_up_proj_bias`.
-    interleaved_experts: bool = False
-    sigmoid_router: bool = False  # sigmoid scores with a correction bias, else a softmax
-    corrected_softmax: bool = False  # a softmax with a correction bias
+    experts: Experts = "converted"
+    router: Router = "softmax"
     shared_expert: str | None = None
     shared_in_transformers: str | None = None  # its name in transformers' model, where another
     shared_width: Callable[[Config], int] = lambda c: 0
@@ -103,13 +114,6 @@ class Family:
     served_attention: str = "self_attn"  # vLLM's name of a layer's attention
     # Why vLLM cannot serve adapters of the family; '' if it can.
     not_served: str = ""
-    # Whether PEFT 0.21.2 finds stacked experts under the names of their linears (adapters/peft.py).
-    peft_finds_experts: bool = True
-    # Whether each expert is modules of its own in the model's code, as in its checkpoints: files of
-    # the 3d form would name nothing.
-    expert_modules: bool = False
-    # Whether PEFT finds them in files of the 3d form alone, and vLLM wants a flag for those of 2d.
-    stacked_files: bool = False
     # What transformers' config is given beside config.json, to compute what was trained.
     reference_keys: Callable[[Config], dict[str, Any]] = lambda c: {}
     reference_class: Callable[[], Any] | None = None

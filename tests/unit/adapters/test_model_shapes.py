@@ -102,7 +102,7 @@ def our_linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 found[f"layers.{layer}.{transformers_path(shape, module)}"] = (n_out, n_in)
                 continue
             part, rows = ("down", n_out) if module == "experts.down" else ("gate_up", 2 * n_out)
-            sizes = (n_in, rows) if shape.family.interleaved_experts else (rows, n_in)
+            sizes = (n_in, rows) if shape.family.experts == "interleaved" else (rows, n_in)
             found[f"layers.{layer}.mlp.experts.{part}_proj"] = (experts, *sizes)
     return found
 

@@ -14,7 +14,7 @@ import obedient_engine
 import pytest
 from engine_group import fate
 
-from lora_moe_rl.cluster import replicas as group
+from lora_moe_rl.cluster import engine_actor
 from lora_moe_rl.cluster.start_order import waves
 from lora_moe_rl.errors import EngineDied
 
@@ -40,7 +40,7 @@ ON_GPUS = """
 import json, sys, time
 from types import SimpleNamespace
 import obedient_engine, ray
-from lora_moe_rl.cluster import replicas
+from lora_moe_rl.cluster import engine_actor, replicas
 from lora_moe_rl.cluster.placement import Placement
 from lora_moe_rl.cluster.ray_start import local_ray
 from lora_moe_rl.config import RunConfig
@@ -55,7 +55,7 @@ ray.cloudpickle.register_pickle_by_value(obedient_engine)
 local_ray(5, num_gpus=2)
 rollout = {"engines": 4, "gpus_per_engine": 0.5}
 config = RunConfig(model={"path": "x"}, trainer={"device": "cpu"}, rollout=rollout)
-replicas.RolloutEngine = Engine
+engine_actor.RolloutEngine = Engine
 run_dir = SimpleNamespace(log_path=lambda name: f"/nowhere/{name}", tail=lambda name: "")
 spec = SimpleNamespace(shape=SimpleNamespace(num_layers=2, moe_layers=(0, 1)))
 engines = replicas.Replicas(config, spec, "", run_dir, Placement(config))
@@ -95,7 +95,7 @@ def test_engines_that_die_together_are_started_anew_in_turn(start, tmp_path, mon
             (self.folder / f"started-{self.index}").write_text(f"{begun} {time.time()}")
             return await super().start()
 
-    monkeypatch.setattr(group, "RolloutEngine", Slow)
+    monkeypatch.setattr(engine_actor, "RolloutEngine", Slow)
     for index in range(2):
         fate(tmp_path, index, "sample", "exit")
 
