@@ -18,17 +18,24 @@ class ClientGone(Exception):
 async def body_of(
     request: Request, place: Place | None = None, longest: int = LONGEST_BODY
 ) -> bytes:
-    """Raises Refused for a body that is too long, or for which `place` has no room, before it is
-    all here; and ClientGone."""
+    """Raises Refused for a body that is too long, by what its client says of it or by what comes,
+    or for which `place` has no room, before it is all here; and ClientGone."""
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > longest:
+        raise _too_long(longest)
     parts, length = [], 0
     try:
         async for part in request.stream():
             length += len(part)
             if length > longest:
-                raise Refused(413, "too_large", f"a body has at most {longest} bytes")
+                raise _too_long(longest)
             if place is not None:
                 place.hold(len(part))
             parts.append(part)
     except ClientDisconnect as error:
         raise ClientGone from error
     return b"".join(parts)
+
+
+def _too_long(longest: int) -> Refused:
+    return Refused(413, "too_large", f"a body has at most {longest} bytes")
