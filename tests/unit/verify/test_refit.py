@@ -244,8 +244,8 @@ def test_nan_is_not_a_small_difference():
 
 
 def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
-    config = small(QWEN3_30B_A3B)
-    hollow_model.save(tmp_path, config)
+    hollow_model.save(tmp_path, small(QWEN3_30B_A3B))
+    (tmp_path / "tokenizer.json").write_text("{}")
     for arguments, says in [
         (["--transports", "pigeon"], "'pigeon' is not a transport"),
         (["--engines", "tp2ep,tp7"], "rollout.tp=7 does not divide"),
@@ -255,6 +255,13 @@ def test_the_command_refuses_before_anything_starts(tmp_path, capsys):
     ]:
         assert cli.main(["verify", "refit", "--model", str(tmp_path), *arguments]) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["refit", "replay", "async", "base"])
+def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(command, tmp_path, capsys):
+    hollow_model.save(tmp_path, small(QWEN3_30B_A3B))
+    assert cli.main(["verify", command, "--model", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no tokenizer (none of tokenizer.json" in capsys.readouterr().err
 
 
 def test_sequences_that_rounding_changes_least_come_first():
