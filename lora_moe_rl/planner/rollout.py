@@ -61,9 +61,10 @@ def engine_rank(
     """Ranks of an engine hold equally much, but for experts that do not divide: the first."""
     rollout, shape = config.rollout, facts.shape
     budget = int(rollout.gpu_memory_utilization * gpu.memory * GIB)
-    layers, cut = drafts.loaded_layers(facts, config), (rollout.tp, rollout.ep, weights, rollout.dp)
-    base = weight_bytes(facts, *cut)
-    base += layers * _bytes(facts, drafts.tensors(facts), *cut)
+    tp, ep, dp = rollout.tp, rollout.ep, rollout.dp
+    base = weight_bytes(facts, tp, ep, weights, dp)
+    if layers := drafts.loaded_layers(facts, config):
+        base += layers * _bytes(facts, drafts.tensors(facts), tp, ep, weights, dp)
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
     working = PROFILE_BYTES + logits + gathered_bytes(facts, rollout)
