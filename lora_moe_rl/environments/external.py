@@ -177,7 +177,8 @@ class External(Environment):
                 break
             left -= 1
             counts["retried"] += 1
-        counts[outcome.end if one is not None else "agent_error"] += 1
+        silent = one is None and outcome.end == "done"  # it ended well, and has asked nothing
+        counts["agent_error" if silent else outcome.end] += 1
         if one is None:
             one = self.conversation(prompt, policy, place)
             await one.ask(1)  # stands for it in the group; it has no reward, and is in no loss

@@ -184,6 +184,12 @@ async def test_an_agent_that_hangs_is_ended_with_its_process(make):
         await asyncio.sleep(0.05)
 
 
+async def test_an_agent_that_hangs_before_it_asks_is_late_and_not_in_error(make):
+    environment = make(None, group=1, retries=0, timeout_s=0.5, command="sleep 600")
+    group = await environment.rollout(PROMPT, Speaker("5"))
+    assert counted(group)["timeout"] == 1 and "timeout_s=0.5" in group.failures[0]
+
+
 async def test_what_an_agent_complains_of_is_not_kept_but_for_the_last_of_it(make):
     """Nor does it wait for somebody to read it: 64 MB are more than a pipe holds."""
     environment = make("complains", group=1, rewards=Rewards(), retries=0)
