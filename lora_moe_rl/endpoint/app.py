@@ -105,8 +105,9 @@ class Endpoint:
             except ClientGone:
                 self.gone += 1
                 return Response(status_code=CLIENT_GONE)
-            except asyncio.CancelledError:  # the run ends, and its server with it
-                return Response(status_code=503)
+            except asyncio.CancelledError:  # by the server, which has waited for the answer
+                ends = Refused(503, "server_ends", "this server has been ended meanwhile")
+                return Json(ends.body(), ends.status)
             except Exception:
                 log.exception("a request to %s failed", request.url.path)
                 fault = Refused(500, "internal_error", "this server has failed; see its log")

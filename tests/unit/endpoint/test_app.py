@@ -289,6 +289,21 @@ async def test_a_client_that_goes_before_its_answer_leaves_nothing_and_may_ask_a
     assert shown(sample) == "user: 2+3=\nassistant: 5$\nuser: and?\nassistant: 5$"
 
 
+async def test_whom_a_server_that_ends_does_not_answer_is_told_so(monkeypatch):
+    monkeypatch.setattr("lora_moe_rl.endpoint.listening.END_S", 0.1)
+    sessions, session, speaker = opened("5")
+    speaker.wait.clear()
+    async with listening(sessions) as (endpoint, at):
+        asked = client(at, session.key).chat.completions.create(model="policy", messages=[HELLO])
+        asking = asyncio.create_task(asked)
+        while not session.lock.locked():
+            await asyncio.sleep(0.01)
+        at.stop()
+        with pytest.raises(openai.InternalServerError, match="this server has been ended"):
+            await asking
+    assert speaker.cancelled == 1 and endpoint.admission.inside == 0
+
+
 async def test_keys_open_their_own_session_and_no_other():
     sessions, one, _ = opened("5")
     other = sessions.add(Session(Spoken(Speaker("6"))))
