@@ -136,6 +136,12 @@ def _of_model(options: argparse.Namespace) -> Plan:
         model_dir = resolve_model(options.source, config.model.revision, named="SOURCE ")
     except ModelError as error:
         raise ModelError(f"{_nothing_at(options.source)}{error}") from error
+    if not (model_dir / "config.json").exists():
+        raise ModelError(
+            f"{options.source} is nothing to serve: no run (it has no checkpoints/), no checkpoint "
+            "(no manifest.json), no PEFT directory (no adapter_config.json) and no model (no "
+            "config.json); give the directory of one of these"
+        )
     shape = ModelShape.from_hf_config(read_json(model_dir / "config.json"))
     template = template_in_words(config, None)
     return Plan(config, AdapterSpec.build(shape, config.adapter), model_dir, {}, template)

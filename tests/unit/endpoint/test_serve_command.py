@@ -62,6 +62,11 @@ def test_a_source_that_is_none_is_called_so():
         planned("nowhere")
 
 
+def test_a_folder_that_holds_runs_and_is_none_is_called_so(run):
+    with pytest.raises(ModelError, match=r"is nothing to serve: no run \(it has no checkpoints/\)"):
+        planned(run.parent)
+
+
 @pytest.fixture
 def run(model, tmp_path):
     settings = {"model": {"max_length": 96}, "rollout": {"stop": ("@",), "max_response_tokens": 8}}
