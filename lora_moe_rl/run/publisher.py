@@ -155,7 +155,8 @@ class Publisher:
         try:
             self._check_arrived(version, receipts[0].arrived)  # all engines' weights are equal
             await self._meet()
-            proofs = await self._prove(version, samples)
+            while not (proofs := await self._prove(version, samples)):
+                await self.engines.all_back()  # all have left over it: those that stand in
             told = all(proof.told for proof in proofs)
             compared = not told or self._is_compared(version)
             if compared:

@@ -6,6 +6,7 @@ same in trainer and engines; `noise` is what engines add to it.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -48,12 +49,21 @@ class FaultyEngines:
     kept: list[tuple] = field(default_factory=list)
     came_back: list[int] = field(default_factory=list)  # while the trainer updated
 
+    # Proves the engine that stands in for the last, which a version's next probe finds gone.
+    stands_in: Callable[[], Awaitable[None]] | None = None
+
     back: dict[str, float] = field(default_factory=dict)  # metrics of memory that was given back
     turns: list[str] = field(default_factory=list)
 
     @property
     def present(self) -> list[int]:
         return list(range(len(self.routes)))
+
+    async def all_back(self) -> None:
+        self.turns.append("all back")
+        if (proof := self.stands_in) is not None:
+            self.stands_in = None
+            await proof()
 
     async def come_back(self) -> dict[str, float]:
         self.turns.append("come back")
@@ -68,6 +78,8 @@ class FaultyEngines:
     async def score(self, sequences, version, engines=None) -> list[Scored]:
         self.scored.append((sequences, version))
         self.turns.append("score")
+        if self.stands_in is not None and version is not None:
+            return []
         found = []
         for index in range(len(self.routes)) if engines is None else engines:
             served = version

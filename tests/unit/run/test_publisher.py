@@ -139,6 +139,21 @@ def test_an_engine_that_came_back_during_an_update_that_made_no_version_is_prove
     assert engines.turns[-1] == "score"
 
 
+def test_a_version_over_whose_proof_the_last_engine_leaves_is_proven_by_who_stands_in_for_it():
+    run = Run(engines := FaultyEngines())
+    engines.turns.clear()
+    engines.stands_in = lambda: run.publisher.prove_returned(0, 1)
+    found = run.publish(1)
+    proof = ["all back", "score", "score"]  # that of who stands in: base, version
+    assert engines.turns == ["come back", "score", *proof, "score", "go on"]
+    assert (found["refit/told"], run.publisher.version) == (1, 1) and found["refit/max_diff"] < 1e-6
+    run.engines.serves = {0: lambda version: 1}
+    engines.stands_in = lambda: run.publisher.prove_returned(0, 2)
+    with pytest.raises(RefitError, match="serves version 1 instead of adapter version 2"):
+        run.publish(2)
+    assert run.publisher.version == 1
+
+
 def test_the_trainer_begins_with_what_a_version_is_proven_on_before_engines_take_it():
     run = Run(FaultyEngines())
     publish = run.engines.publish
