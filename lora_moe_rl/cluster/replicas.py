@@ -186,12 +186,16 @@ class Replicas:
         ask: Callable[[Actor, Ref], Awaitable[Any]] | None = None,
     ) -> list[Ref]:
         """References to what an engine returns, once it has; an engine that dies or is silent is
-        started anew and asked again. It is waited for by `ask`; None: as for a request.
+        started anew and asked again, and one that others have seen die is asked once it has a
+        version again. It is waited for by `ask`; None: as for a request.
 
         Raises what the engine raises, EngineLost when it dies or is silent more often than is
         allowed, and EngineLeft when it leaves the run over that.
         """
+        brings_back = _BRINGS_BACK.get() == index  # who does that counts its deaths too
         while True:
+            while not brings_back and self._is_begun(index):
+                await self._back(index, proven=False)
             actor = self.actors[index]
             sent = actor.remote(method, *args, num_returns=num_returns)
             refs = sent if num_returns > 1 else [sent]
@@ -202,11 +206,15 @@ class Replicas:
                     await ask(actor, refs[0])
                 return refs
             except LoraMoeRlError as error:
-                if not is_death(error) or _BRINGS_BACK.get() == index:  # who does that counts it
+                if not is_death(error) or brings_back:
                     raise
                 await self._back(index, proven=self._let_return(index, actor, error))
                 if index in self.absent:
                     raise EngineLeft(f"engine {index} has left the run") from error
+
+    def _is_begun(self, index: int) -> bool:
+        """Whether an engine is being started anew, and has no version yet."""
+        return index in self.returning and not self._taken[index].is_set()
 
     async def _back(self, index: int, proven: bool) -> None:
         """Returns once an engine that has died is there again, and proven; or, where others have

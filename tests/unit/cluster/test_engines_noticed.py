@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_group import fate
+from engine_group import asked, fate
 
 from lora_moe_rl.errors import EngineDied, EngineLost
 
@@ -67,6 +67,32 @@ def test_no_ticket_goes_to_an_engine_that_is_being_started_for_a_proof(
         return await asyncio.gather(*tickets)
 
     assert asyncio.run(go()) and made.restarts == 1
+
+
+@pytest.mark.parametrize("method", ["publish", "probe", "differing"])
+def test_an_engine_that_a_ticket_has_seen_die_is_asked_once_it_has_a_version(
+    start, tmp_path, method
+):
+    """It is being started while the version is proven by the others."""
+    made = start(engines=2)
+    fate(tmp_path, 0, "sample", "exit")
+
+    async def go():
+        before = made.actors[0]
+        with pytest.raises(EngineDied):
+            await made.policy(3, seed=0).sample([0], n=2)
+        while made.actors[0] is before:
+            await asyncio.sleep(0.01)
+        if method == "publish":
+            await made._give(0, "publish", 4, [])
+        elif method == "probe":
+            assert len(await made.score([[1, 2]], 3)) == 2
+        else:
+            assert await made.differing(3, []) == ["tensor", "tensor-0", "tensor-1"]
+
+    asyncio.run(go())
+    assert asked(tmp_path, 0)[1:4] == ["start", "prepare_refit", "publish 3"]
+    assert made.restarts == 1
 
 
 def test_whoever_asks_an_engine_that_is_lost_is_told_so(start, tmp_path):
