@@ -28,16 +28,16 @@ class Joining(Replicas):
         super().__init__(*parts, **more)
         self._arriving: dict[int, asyncio.Task[None]] = {}
 
-    def _leaves(self, index: int) -> bool:
+    def _leaves(self, index: int, reason: str) -> bool:
         if len(self.present) <= self.config.rollout.firm_engines and not self._one_stands_in():
             return False
         self.absent.add(index)
         self.empty.discard(index)
         self.actors[index].end()
         log.warning(
-            "engine-%d has left the run, which goes on with %d; it is started anew, and joins once "
-            "it is there",
-            *(index, len(self.present)),
+            "engine-%d has left the run (%s), which goes on with %d; it is started anew, and joins "
+            "once it is there",
+            *(index, reason, len(self.present)),
         )
         return True
 

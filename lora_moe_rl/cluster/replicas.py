@@ -303,7 +303,7 @@ class Replicas:
         """Whether nobody starts anew an engine whose death was noticed."""
         return actor is self.actors[index] and index not in self.returning
 
-    def _leaves(self, index: int) -> bool:
+    def _leaves(self, index: int, reason: str) -> bool:
         """Whether the run goes on without an engine that has died too often (`joining.py`)."""
         return False
 
@@ -320,7 +320,7 @@ class Replicas:
             what, key, limit = "died", "rollout.max_restarts", rollout.max_restarts
         done = self.silences if silent else self.restarts - self.silences
         if done >= limit:
-            if self._leaves(index):
+            if self._leaves(index, reason):
                 return False
             reason += (
                 f"; {done} restarts so far, and {key}={limit} allows no more. The run can go on "

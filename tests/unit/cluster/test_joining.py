@@ -82,7 +82,9 @@ def test_one_that_dies_too_often_leaves_gives_its_tickets_back_and_joins_again(s
 
 
 @pytest.mark.parametrize("method", ["publish", "probe", "differing"])
-def test_one_that_dies_over_a_version_leaves_and_the_others_have_it(start, tmp_path, method):
+def test_one_that_dies_over_a_version_leaves_and_the_others_have_it(
+    start, tmp_path, method, caplog
+):
     engines = start(engines=2, least_engines=1, max_restarts=0)
 
     async def run():
@@ -97,6 +99,8 @@ def test_one_that_dies_over_a_version_leaves_and_the_others_have_it(start, tmp_p
         await joined(engines, version + 1)
 
     asyncio.run(run())
+    why = "vLLM's processes of engine 0 have ended"
+    assert f"engine-0 has left the run ({why}), which goes on with 1;" in caplog.text
 
 
 def test_one_that_does_not_start_is_tried_again(start, tmp_path):
