@@ -102,8 +102,9 @@ def init_ray(**options: Any) -> None:
     its own agents after 15 seconds. Raises ClusterError when it does not start."""
     # By default Ray's workers stand back behind all else on the machine, its own agents included.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    require_attributes(ray_worker, ("print_to_stdstream",), __name__)
+    require_attributes(ray_worker, ("print_to_stdstream", "_unhandled_error_handler"), __name__)
     ray_worker.print_to_stdstream = _to_the_log  # pyright: ignore[reportAttributeAccessIssue]
+    ray_worker._unhandled_error_handler = _unread
     reason = ""
     for attempt in range(RAY_STARTS):
         try:
@@ -133,6 +134,13 @@ def _without_the_unasked() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def _unread(error: Exception) -> None:
+    """An error that is let go unread: of a call with several results each has it, and it was raised
+    where the first was waited for."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    log.info("Ray: a result that nobody read is an error: %s", lines[-1])
 
 
 def _to_the_log(told: dict[str, Any], **_: Any) -> None:
