@@ -84,10 +84,14 @@ class TrackerThread:
         try:
             self.tracker.adapter(step, taken)
         except Exception as error:
-            log.exception("%s: the adapter of step %d", self.name, step)
-            self._lose(step, taken, str(error))
+            self._lose(step, taken, self._why(error, f"the adapter of step {step}"))
         else:
             shutil.rmtree(taken, ignore_errors=True)
+
+    def _why(self, error: Exception, what: str) -> str:
+        """What a warning says of an error; where it was raised is in the log alone."""
+        log.info("%s: %s failed", self.name, what, exc_info=error)
+        return str(error) or type(error).__name__
 
     def _lose(self, step: int, taken: Path, why: str) -> None:
         shutil.rmtree(taken, ignore_errors=True)
@@ -124,8 +128,7 @@ class TrackerThread:
             try:
                 call()
             except Exception as error:
-                log.exception("%s failed", self.name)
-                self._leave_out(str(error))
+                self._leave_out(self._why(error, "a call"))
 
     def _next(self) -> Callable[[], None] | None:
         """None once there is nothing left, and nothing will come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -180,6 +181,28 @@ def test_a_server_that_is_gone_is_left_out_with_a_word(watched):
         "the tracker Server failed and is left out from now on: the server is gone. metrics.jsonl "
         "has all metrics"
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(OSError("no room"), "no room"), (KeyError(), "KeyErr")]
+)
+def test_where_a_tracker_failed_is_in_the_log_and_the_console_has_one_line(
+    watched, monkeypatch, caplog, error, why
+):
+    def fails(*_: object) -> None:
+        raise error
+
+    caplog.set_level(logging.INFO)
+    run = watched()
+    monkeypatch.setattr(run.server, "write", fails)
+    monkeypatch.setattr(run.server, "adapter", fails)
+    run.adapter(1)
+    run.thread.write(2, {})
+    run.ended()
+    assert "to the tracker Server: " + why in run.said[0]
+    assert "left out from now on: " + why in run.said[1] and len(run.said) == 3
+    assert caplog.text.count("Traceback") == 2
+    assert {record.levelno for record in caplog.records} == {logging.INFO}  # not the console's
 
 
 def test_a_tracker_that_never_catches_up_is_left_out_before_it_fills_the_memory(
