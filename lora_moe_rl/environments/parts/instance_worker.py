@@ -156,7 +156,9 @@ def _schemas() -> Callable[[Callable], dict[str, Any]]:
     from transformers.utils import chat_template_utils
 
     require_attributes(chat_template_utils, ("is_torch_available",), __name__)
-    vars(chat_template_utils)["is_torch_available"] = lambda: False
+    chat_template_utils.is_torch_available = (  # pyright: ignore[reportPrivateImportUsage]
+        lambda: False
+    )
     return chat_template_utils.get_json_schema
 
 
