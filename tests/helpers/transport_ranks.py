@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +82,14 @@ def offering(work: Callable[..., None], *arguments) -> Iterator[SimpleNamespace]
     finally:
         process.kill()
         process.join()
+
+
+def stop(process: multiprocessing.Process) -> None:
+    """A child of this process. Returns when all of its threads stand: until the signal is seen by
+    one of them the others go on."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def make(kind: str, tmp_path) -> Channel:

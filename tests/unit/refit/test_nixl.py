@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait, offering
+from transport_ranks import VERSION, all_sent, make_channel, offer_and_wait, offering, stop
 
 from lora_moe_rl.config import RefitConfig
 from lora_moe_rl.errors import ConfigError, RefitError
@@ -50,13 +50,6 @@ def read(worker, layout, sent, rank: int | None = None) -> np.ndarray:
     parts.check_received(layout, sent, memory, mine)
     spans = [layout.entries[i].span(layout.dtype) for i in mine]
     return np.concatenate([np.asarray(memory[span]) for span in spans])
-
-
-def stop(process) -> None:
-    """All of its threads."""
-    os.kill(process.pid, signal.SIGSTOP)
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
 
 
 def incoming(rank=0, timeout_s=20.0) -> nixl.Incoming:

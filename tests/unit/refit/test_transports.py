@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from mapped_files import Files
-from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait, offering
+from transport_ranks import VERSION, all_sent, make, make_channel, offer_and_wait, offering, stop
 
 from lora_moe_rl.base import ipc
 from lora_moe_rl.config import RefitConfig, RunConfig
@@ -134,7 +134,7 @@ def test_another_process_sends_as_often_as_asked_until_it_is_gone(trainer_proces
 
 
 def test_a_trainer_rank_that_hangs_is_given_up(trainer_process):
-    os.kill(trainer_process.process.pid, signal.SIGSTOP)
+    stop(trainer_process.process)
     with pytest.raises(RefitError, match="took longer than refit.timeout_s=1 "):
         distributed.Incoming(0, timeout_s=1).open(trainer_process.layout, trainer_process.sent)
 
@@ -143,7 +143,7 @@ def test_so_is_one_that_hangs_when_it_was_asked_before(trainer_process):
     """Its store's time-outs are its own, and it does not tell of them."""
     worker = distributed.Incoming(0, timeout_s=3)
     worker.open(trainer_process.layout, trainer_process.sent)
-    os.kill(trainer_process.process.pid, signal.SIGSTOP)
+    stop(trainer_process.process)
     with pytest.raises(RefitError, match="took longer than refit.timeout_s=3 "):
         worker.open(trainer_process.layout, trainer_process.sent)
 
