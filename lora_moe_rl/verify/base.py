@@ -9,10 +9,11 @@ from lora_moe_rl.config.options import positive, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.device import check_quantised
 from lora_moe_rl.verify.base_run import PROMPT, Verification
 from lora_moe_rl.verify.comparisons import Comparisons
-from lora_moe_rl.verify.layouts import read_config, served_model
+from lora_moe_rl.verify.layouts import read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.report import progress
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         "rollout": {"max_response_tokens": options.tokens},
     }
     config = read_config("verify base", options.model, options.settings, SETTINGS, BASE | lengths)
-    model_dir = served_model(config)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config, servable=True)
     form = quantised.form(read_json(model_dir / "config.json"))
     check_quantised(config, form)

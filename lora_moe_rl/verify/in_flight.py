@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from lora_moe_rl.config.options import not_negative, positive, verify_parser
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.verify.comparisons import Comparisons
 from lora_moe_rl.verify.in_flight_run import PROMPT, PUBLISHED, WAYS, Verification
-from lora_moe_rl.verify.layouts import read_config, served_model
+from lora_moe_rl.verify.layouts import read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.report import progress
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         "rollout": {"max_response_tokens": options.tokens},
     }
     config = read_config("verify async", options.model, options.settings, SETTINGS, BASE | lengths)
-    model_dir = served_model(config)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     spec = spec_of(model_dir, config, servable=True)
     with progress(2 * len(WAYS) + 2, options.json) as say:
         verification = Verification(

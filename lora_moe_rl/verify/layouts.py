@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from lora_moe_rl.adapters.families import ModelShape
@@ -15,9 +14,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names
 from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.fit import check_layout
-from lora_moe_rl.models.tokenizer import check_tokenizer
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp", "vpp")
 _PART = re.compile(r"(etp|vpp|tp|cp|pp|ep|dp)(\d+)")
@@ -52,14 +49,6 @@ def read_config(
             raise ConfigError(f"{command} does not read {setting!r}; it reads {', '.join(read)}")
     sections = {**base, "model": {**base.get("model", {}), "path": model}}
     return override(with_settings(RunConfig(), sections), settings)
-
-
-def served_model(config: RunConfig) -> Path:
-    """The directory of a model that engines are to serve, which want its tokenizer. Raises what
-    `resolve_model` and `check_tokenizer` raise."""
-    model_dir = resolve_model(config.model.path, config.model.revision)
-    check_tokenizer(model_dir, config.model.trust_remote_code)
-    return model_dir
 
 
 def parse_layout(name: str, config: RunConfig) -> Layout:

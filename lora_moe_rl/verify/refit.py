@@ -11,15 +11,10 @@ from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
+from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.models.tokenizer import check_tokenizer
 from lora_moe_rl.refit.plan import Plan
-from lora_moe_rl.verify.layouts import (
-    Layout,
-    chosen,
-    parse_layouts,
-    placed,
-    read_config,
-    served_model,
-)
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import TRANSPORTS, Engine, covering, parse_engine, parse_fault
 from lora_moe_rl.verify.refit_run import RefitVerification
@@ -58,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
 def make_verification(options: argparse.Namespace) -> RefitVerification:
     """All that can be refused before anything starts."""
     config = make_config(options.model, options.settings, options.mode)
-    model_dir = served_model(config)
+    model_dir = resolve_model(config.model.path, config.model.revision)
+    check_tokenizer(model_dir, config.model.trust_remote_code)  # engines load it, as in a run
     spec = spec_of(model_dir, config, servable=options.mode == "adapter")
     form = quantised.form_in(model_dir)
     engines, left_out = _engines(options.engines, config, spec, form)

@@ -11,9 +11,10 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import names, not_negative, positive, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
+from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.fit import cut_block
 from lora_moe_rl.verify.comparisons import ROUNDING
-from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, read_config, served_model
+from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import parse_engine
 from lora_moe_rl.verify.replay_record import ENGINES, RESPONSE, tensor_parallel
@@ -86,7 +87,7 @@ def _verification(options: argparse.Namespace) -> Verification:
     engines = names(wanted, "--engines", "an engine", (*ENGINES, SPREAD))
     if "roomy" not in engines:
         raise ConfigError("--engines: roomy is always needed: it alone serves an adapter")
-    model_dir = served_model(config)
+    model_dir = resolve_model(config.model.path, config.model.revision)
     form = quantised.form_in(model_dir)
     spec = spec_of(model_dir, config)
     if not any(site.module.startswith("experts.") for site in spec):
