@@ -103,10 +103,8 @@ class Replicas:
         self.newest = -1  # the version under which requests go on, if they are continued
 
     def _actor(self, index: int) -> Actor:
-        return make_engine(
-            *(index, self.config, self.spec, self.model_dir),
-            *(self.run_dir, self.placement, self.held),
-        )
+        parts = (self.config, self.spec, self.model_dir, self.run_dir, self.placement, self.held)
+        return make_engine(index, *parts)
 
     @property
     def further_places(self) -> list[str]:

@@ -89,13 +89,20 @@ def num_parameters(facts: Facts) -> int:
 
 
 def prediction_parameters(facts: Facts) -> int:
-    """Parameters of the layers that predict further tokens: a last layer each, with embeddings,
-    head, a projection of two states to one and three norms."""
-    shape = facts.shape
-    layer = sum(t.size for t in base_tensors(facts) if t.layer == shape.num_layers - 1)
-    hidden = shape.hidden_size
-    extra = 2 * shape.vocab_size * hidden + 2 * hidden * hidden + 3 * hidden
-    return facts.prediction_layers * (layer + extra)
+    """Parameters of the layers that predict further tokens, each with embeddings and a head."""
+    vocabulary = 2 * facts.shape.vocab_size * facts.shape.hidden_size
+    layer = sum(tensor.size for tensor in tensors_of_prediction(facts))
+    return facts.prediction_layers * (layer + vocabulary)
+
+
+def tensors_of_prediction(facts: Facts) -> Iterator[BaseTensor]:
+    """Those of a layer that predicts a further token, without embeddings and head: a last layer's,
+    with a projection of two states to one and three norms."""
+    hidden, last = facts.shape.hidden_size, facts.shape.num_layers
+    yield from tensors_of_layer(facts, last - 1)
+    yield BaseTensor("eh_proj.weight", (hidden, 2 * hidden), WHOLE, last, "attention")
+    for name in ("enorm", "hnorm", "norm"):
+        yield BaseTensor(f"{name}.weight", (hidden,), WHOLE, last, "norms")
 
 
 def held_by(facts: Facts, rank: TrainerRank) -> dict[BaseTensor, Box]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.directory import prediction_layers
-from lora_moe_rl.planner.base import WHOLE, BaseTensor, base_tensors
 from lora_moe_rl.planner.facts import Facts
 from lora_moe_rl.rollout import speculation
 
@@ -18,16 +17,6 @@ def loaded_layers(facts: Facts, config: RunConfig) -> int:
     if method is None or not method.endswith("mtp"):
         return 0
     return max(1, facts.prediction_layers, prediction_layers(facts.config))
-
-
-def tensors(facts: Facts) -> Iterator[BaseTensor]:
-    """Those of one such layer: a last layer's, with a projection of two states to one and three
-    norms."""
-    hidden, last = facts.shape.hidden_size, facts.shape.num_layers
-    yield from (tensor for tensor in base_tensors(facts) if tensor.layer == last - 1)
-    yield BaseTensor("eh_proj.weight", (hidden, 2 * hidden), WHOLE, last, "attention")
-    for name in ("enorm", "hnorm", "norm"):
-        yield BaseTensor(f"{name}.weight", (hidden,), WHOLE, last, "norms")
 
 
 def not_counted(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RolloutConfig, RunConfig
 from lora_moe_rl.planner import drafts
-from lora_moe_rl.planner.base import BaseTensor, base_tensors
+from lora_moe_rl.planner.base import BaseTensor, base_tensors, tensors_of_prediction
 from lora_moe_rl.planner.facts import Facts, Format
 from lora_moe_rl.planner.formats import itemsize, tensor_bytes
 from lora_moe_rl.planner.hardware import GIB, Gpu
@@ -64,7 +64,7 @@ def engine_rank(
     tp, ep, dp = rollout.tp, rollout.ep, rollout.dp
     base = weight_bytes(facts, tp, ep, weights, dp)
     if layers := drafts.loaded_layers(facts, config):
-        base += layers * _bytes(facts, drafts.tensors(facts), tp, ep, weights, dp)
+        base += layers * _bytes(facts, tensors_of_prediction(facts), tp, ep, weights, dp)
     slots = 0 if config.refit.mode == "merged" else slot_bytes(spec, config, itemsize(weights))
     logits = LOGIT_BYTES * rollout.max_num_seqs * shape.vocab_size
     working = PROFILE_BYTES + logits + gathered_bytes(facts, rollout)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.planner import drafts
-from lora_moe_rl.planner.base import num_parameters
+from lora_moe_rl.planner.base import num_parameters, tensors_of_prediction
 from lora_moe_rl.planner.compute import Lengths
 from lora_moe_rl.planner.facts import find
 from lora_moe_rl.planner.hardware import Hardware
@@ -29,7 +28,7 @@ def planned(**said) -> RunPlan:
 
 def test_a_prediction_layer_has_the_published_number_of_parameters():
     """DeepSeek-V3's README: 11.5 billion of its own, beside embeddings and head."""
-    size = sum(tensor.size for tensor in drafts.tensors(find("deepseek-v3")))
+    size = sum(tensor.size for tensor in tensors_of_prediction(find("deepseek-v3")))
     assert size == pytest.approx(11.5e9, rel=0.01)
 
 
@@ -39,7 +38,7 @@ def test_a_prediction_layer_is_one_layer_more_of_weights_and_cache():
     # Over 8 ranks the experts, and a projection of two states to one on each of them.
     facts = find("deepseek-v3")
     experts = 256 * 3 * 7168 * 2048
-    others = sum(t.size for t in drafts.tensors(facts)) - experts
+    others = sum(t.size for t in tensors_of_prediction(facts)) - experts
     more = with_one.weights - without.weights
     assert 2 * experts / 8 + 2 * (2 * 7168 * 7168) < more < 2 * experts / 8 + 2 * others
     assert without.weights > 2 * num_parameters(facts) / 8
