@@ -101,12 +101,14 @@ test-all: $(STAMP)
 # What verl and TRL make of the batches of the tests; in an environment of its own, beside ours.
 ORACLES ?= .venv-oracles
 RECORDS ?= tests/unit/algorithms/oracles.json
+SDPO_RECORDS ?= tests/unit/rewards/sdpo_oracle.json
 
 oracles: $(STAMP)
 	test -x $(ORACLES)/bin/python || $(PYTHON) -m venv $(ORACLES)
 	echo "$(CURDIR)/.venv/lib/python3.12/site-packages" > $(ORACLES)/lib/python3.12/site-packages/project.pth
 	$(BIN)/uv pip install --python $(ORACLES)/bin/python --no-deps -r tests/oracles/requirements.txt
 	$(ORACLES)/bin/python tests/oracles/record.py $(RECORDS)
+	$(ORACLES)/bin/python tests/oracles/sdpo.py $(SDPO_RECORDS)
 
 # Packages of agents, each in an environment of its own, beside ours (docs/endpoint.md):
 # make agents-openai, make agents-verifiers.

@@ -8,7 +8,7 @@ loss stands above them. Who implements what:
     Engines       cluster/engines.py, over rollout/ (vLLM); of them the loop sees a Sampler
     Policy        cluster/ticket_policy.py: the engines as one ticket sees them
     Rewards       rewards/by_set.py, over rewards/runner.py and rewards/combining.py
-    Teacher       rewards/teacher.py
+    Teacher       rewards/teacher.py, or rewards/self_teacher.py
     Environment   environments/, a file each
     Algorithm     algorithms/, a file each (the base class is algorithms/base.py)
     Publisher     run/publisher.py
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.data.batch import TrainBatch
     from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores
+    from lora_moe_rl.data.told import ToldPrompt
     from lora_moe_rl.data.update_result import UpdateResult
     from lora_moe_rl.files.trainer_state import Saved
     from lora_moe_rl.kernels.merge.rounding import Arrived
@@ -230,6 +231,14 @@ class Engines(Sampler, Protocol):
         self, token_ids: list[int], max_tokens: int, temperature: float, seed: int
     ) -> Written:
         """What the bare base writes after `token_ids`."""
+        ...
+
+    async def score_prompt(
+        self, token_ids: Sequence[int], version: int | None, top: int = 0
+    ) -> ToldPrompt:
+        """Every token at temperature 1, and the `top` likeliest at each place, by one engine.
+        `version` None is the bare base. Raises NotServed for a version that no slot holds any more,
+        and EngineDied when the engine has died."""
         ...
 
     async def score(

@@ -25,9 +25,9 @@ def make(config: RunConfig) -> Algorithm:
         _check_critic(config, algorithm.critic)
     if algorithm.teacher is not None and config.rollout.temperature != 1:
         raise ConfigError(
-            f"rollout.temperature={config.rollout.temperature:g}: a teacher's server gives "
-            "logprobs at temperature 1, and those of the policy are of what it samples from, so "
-            "that their difference would be no KL; set rollout.temperature=1"
+            f"rollout.temperature={config.rollout.temperature:g}: a teacher gives logprobs at "
+            "temperature 1, and those of the policy are of what it samples from, so that their "
+            "difference would be no KL; set rollout.temperature=1"
         )
     return algorithm
 

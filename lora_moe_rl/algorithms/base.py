@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lora_moe_rl.algorithms.parts.critic import CriticSettings
     from lora_moe_rl.algorithms.parts.kl_control import KLControl
     from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens
-    from lora_moe_rl.config.teacher import TeacherSettings
+    from lora_moe_rl.config.teacher import AnyTeacher
 
 Pass = Literal["old", "reference", "values"]
 # How a metric is put together from the tokens in the loss, over micro-batches and ranks.
@@ -186,7 +186,7 @@ class Algorithm(Plugin):
         return None
 
     @property
-    def teacher(self) -> TeacherSettings | None:
+    def teacher(self) -> AnyTeacher | None:
         """Settings of the teacher that scores the samples of each group (`Group.teacher`), before
         `signals` is asked; None without one."""
         return None

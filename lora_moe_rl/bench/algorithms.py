@@ -10,9 +10,10 @@ from typing import Any
 from lora_moe_rl.bench import report
 from lora_moe_rl.bench.recipe_run import RECIPE, run
 from lora_moe_rl.bench.report import Result, busy_cores, cores, goal
+from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.options import names, positive, result_parser
 from lora_moe_rl.config.plugins import ALGORITHMS
-from lora_moe_rl.config.teacher import TeacherSettings
+from lora_moe_rl.config.teacher import SelfTeacherSettings, TeacherSettings
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.telemetry.names import REWARD, STEP_SECONDS
 
@@ -23,7 +24,8 @@ there already is read and not run again. Draws rewards.png. Settings are those o
 runs; unless they say otherwise a critic learns alone for five of the steps, and VAPO's lambda is
 made for short answers (algorithm.length_alpha=2). Algorithms that have a teacher (opd) are there
 with --teacher-url, the server's address up to and with /v1, and --teacher-model, its name there;
-the recipe's reward then teaches nothing and shows how they fare.
+the recipe's reward then teaches nothing and shows how they fare. One whose policy is its own
+teacher (sdpo) is there when it is named: it has to read solutions, which tiny models cannot.
 """
 STEPS, COMPARED, WINDOW = 40, 5, 5
 # For all that have the setting. VAPO's published length_alpha makes lambda 0 for up to 20 tokens,
@@ -68,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _own(name: str, teacher: Sequence[str]) -> list[str]:
     """What short runs on short answers have to have otherwise than it is set, and its teacher."""
-    algorithm = ALGORITHMS.find(name)
-    fields = algorithm.read({"name": name}).model_dump()
+    fields = _settings(name).model_dump()
     short = [f"algorithm.{key}={value}" for key, value in SHORT.items() if key in fields]
     return [*short, *(teacher if _has_teacher(name) else ())]
 
@@ -147,7 +148,11 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _has_teacher(name: str) -> bool:
-    return isinstance(ALGORITHMS.find(name).read({"name": name}), TeacherSettings)
+    return isinstance(_settings(name), TeacherSettings)
+
+
+def _settings(name: str) -> AlgorithmConfig:
+    return ALGORITHMS.find(name).read({"name": name})
 
 
 def _folder(name: str) -> str:
@@ -157,8 +162,9 @@ def _folder(name: str) -> str:
 
 def presets(with_teacher: bool = False) -> list[str]:
     """Those whose rewards can be compared: all that learn from rollouts; those that learn from a
-    teacher if there is one."""
+    teacher if there is one. None that is its own: a tiny model cannot read a solution."""
     found = [n for n in ALGORITHMS.names() if ALGORITHMS.find(n).learns_from == "rollouts"]
+    found = [name for name in found if not isinstance(_settings(name), SelfTeacherSettings)]
     return [name for name in found if with_teacher or not _has_teacher(name)]
 
 

@@ -69,6 +69,8 @@ class Prompt:
         return num_tokens(self.token_ids, self.answers)
 
 
+TOO_LONG = "too long"  # what a teacher has read, where there was no room for more
+
 STREAMS = {"token_ids": np.int32, "mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
@@ -342,9 +344,11 @@ class Group:
     sample is, whose samples all have its reward; None when each is one of its own. counts: what an
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
-    is no teacher. baseline: what counts of the reward of a greedy sample of the prompt, which is
-    none of the samples; None: there is none, or none is wanted. shown_for: of a group whose samples
-    stand for conversations of several, the samples of each; None: each stands for itself.
+    is no teacher. teacher_read: of each sample what a teacher that is the policy itself has read
+    beside the prompt, in a word, '' for nothing; None: there is none. baseline: what counts of the
+    reward of a greedy sample of the prompt, which is none of the samples; None: there is none, or
+    none is wanted. shown_for: of a group whose samples stand for conversations of several, the
+    samples of each; None: each stands for itself.
     """
 
     prompt: Prompt
@@ -356,6 +360,7 @@ class Group:
     conversations: np.ndarray | None = None
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
+    teacher_read: list[str] | None = None
     baseline: float | None = None
     shown_for: list[list[Sample]] | None = None
 

@@ -40,6 +40,8 @@ class Environment(Plugin):
     forks: ClassVar[bool] = False
     # Whether it has chats of its own, which the chat template renders whatever the prompts are.
     has_chats: ClassVar[bool] = False
+    # Whether every conversation begins with the row's prompt and nothing else.
+    begins_with_row: ClassVar[bool] = True
     # Whether every sample is one turn of the policy.
     one_turn: ClassVar[bool] = False
 

@@ -112,6 +112,7 @@ class External(Environment):
     bounds_sets = False  # agents ask one server, of the run
     forks = True
     has_chats = True
+    begins_with_row = False
     settings: Settings
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):

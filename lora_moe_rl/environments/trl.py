@@ -90,6 +90,7 @@ class Trl(Environment):
     settings: Settings
     rewards_itself: ClassVar[bool] = True
     shows_itself: ClassVar[bool] = True
+    begins_with_row: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, rewards: Rewards, tokenizer: Any):
         super().__init__(config, rewards, tokenizer)

@@ -27,6 +27,7 @@ def sample_record(step: int, group: Group, signal: Signal | None, index: int) ->
         "reward": float(group.rewards[index]),
         **({} if group.baseline is None else {"baseline": group.baseline}),
         **_reward_details(group.details, index),
+        **({} if group.teacher_read is None else {"teacher_read": group.teacher_read[index]}),
         "advantage": _one_number(advantages),
         **(
             {} if signal is None or signal.copies is None else {"copies": int(signal.copies[index])}

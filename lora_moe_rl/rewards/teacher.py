@@ -51,25 +51,7 @@ class Teacher:
         """Puts the teacher's logprobs into a group, and rewards if it is `alone`. A sample that it
         could not score has failed: no reward, and a line in the failures."""
         asked = (self._of_response(sample) for sample in group.samples)
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        teacher: list[np.ndarray] = []
-        for i, (sample, one) in enumerate(zip(group.samples, found, strict=True)):
-            if isinstance(one, RewardError):
-                self._failed(group, i, one)
-                one = np.zeros(len(sample.mask), np.float32)
-            elif isinstance(one, BaseException):
-                raise one
-            elif self.alone and i not in group.details.reasons:  # its conversation may have failed
-                group.rewards[i] = (one - sample.logprobs)[sample.mask].mean()
-            teacher.append(one)
-        group.teacher = teacher
-
-    def _failed(self, group: Group, index: int, error: RewardError) -> None:
-        if not (np.isnan(group.rewards[index]) and index in group.details.reasons):
-            reason = f"prompt {group.prompt.number}: {error}"
-            group.failures.append(reason)
-            group.details.reasons[index] = reason
-        group.rewards[index] = np.nan
+        put(group, await asyncio.gather(*asked, return_exceptions=True), self.alone)
 
     async def _of_response(self, sample: Sample) -> np.ndarray:
         """float32 [R], 0 for tokens that no policy sampled."""
@@ -139,6 +121,31 @@ class Teacher:
 
     async def close(self) -> None:
         await self._server.close()
+
+
+def put(group: Group, found: Sequence[np.ndarray | BaseException], alone: bool) -> None:
+    """Puts what a teacher has found of each sample into its group: its logprobs, float32 [R], or
+    why there are none. A RewardError fails the sample, another error is raised. `alone`: nothing
+    else gives rewards."""
+    teacher: list[np.ndarray] = []
+    for i, (sample, one) in enumerate(zip(group.samples, found, strict=True)):
+        if isinstance(one, RewardError):
+            _failed(group, i, one)
+            one = np.zeros(len(sample.mask), np.float32)
+        elif isinstance(one, BaseException):
+            raise one
+        elif alone and i not in group.details.reasons:  # its conversation may have failed
+            group.rewards[i] = (one - sample.logprobs)[sample.mask].mean()
+        teacher.append(one)
+    group.teacher = teacher
+
+
+def _failed(group: Group, index: int, error: RewardError) -> None:
+    if not (np.isnan(group.rewards[index]) and index in group.details.reasons):
+        reason = f"prompt {group.prompt.number}: {error}"
+        group.failures.append(reason)
+        group.details.reasons[index] = reason
+    group.rewards[index] = np.nan
 
 
 def check_named(settings: TeacherSettings) -> None:

@@ -8,7 +8,8 @@
     machine  GPUs, memory, disk
     prompts  rendered and tokenised, with lengths: the first step that imports transformers;
              before them what the environment needs, as tools, since prompts may tell of it
-    teacher  asked once, if there is one: whether it takes such lengths and reads ids alike
+    teacher  asked once, if there is one: whether it takes such lengths and reads ids alike; one
+             that is the policy itself: what it would read
 
 `lora-moe-rl check` goes through all of them and prints what it finds; a run and --dry-run stop at
 the first that fails. Importing this file imports no torch, Ray, vLLM, Megatron or transformers.
@@ -16,7 +17,6 @@ the first that fails. Importing this file imports no torch, Ray, vLLM, Megatron 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from lora_moe_rl.base import choose
 from lora_moe_rl.config import RewardFunction, RunConfig, SourceConfig
 from lora_moe_rl.config.evaluation import EVAL
 from lora_moe_rl.config.plugins import ENVIRONMENTS, TRACKERS
+from lora_moe_rl.config.teacher import TeacherSettings
 from lora_moe_rl.data.columns import Row
 from lora_moe_rl.data.generators import open_generator
 from lora_moe_rl.data.prompts import require_data
@@ -252,11 +253,13 @@ class Preflight:
 
     def _has_no_reward(self, functions: Mapping[str, list[RewardFunction]]) -> bool:
         """Whether there is none, and none is needed: a teacher, if it is named, teaches alone."""
-        if self.algorithm.teacher is None:
+        teacher = self.algorithm.teacher
+        if teacher is None:
             return False
-        from lora_moe_rl.rewards.teacher import check_named
+        if isinstance(teacher, TeacherSettings):
+            from lora_moe_rl.rewards.teacher import check_named
 
-        check_named(self.algorithm.teacher)
+            check_named(teacher)
         none = all(one.function is None for several in functions.values() for one in several)
         return none and not self.algorithm.needs_reward
 
@@ -276,19 +279,17 @@ class Preflight:
         }
 
     def _teacher(self) -> str:
-        """Asks the teacher what it is."""
-        settings, model = self.algorithm.teacher, self.config.model
+        """Asks the teacher what it is, or what the policy would read as its own."""
+        settings, config = self.algorithm.teacher, self.config
         assert settings is not None
-        from lora_moe_rl.rewards.teacher import Teacher
+        from lora_moe_rl.run import taught
 
-        async def probe() -> str:
-            teacher = Teacher(settings, alone=False)
-            try:
-                return await teacher.probe(self.tokenizer, model.max_length)
-            finally:
-                await teacher.close()
-
-        return asyncio.run(probe())
+        if isinstance(settings, TeacherSettings):
+            return taught.ask(settings, self.tokenizer, config.model.max_length)
+        examples = self.source.examples(len(config.data.sources()))
+        text, more = taught.try_reading(settings, config, self.environment, examples)
+        self.warnings += more
+        return text
 
     def _tried(self, name: str, source: SourceConfig, runner: RewardRunner) -> str:
         """What a function gives for a data set's first row, if that is here."""

@@ -14,7 +14,7 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_of
 from lora_moe_rl.config.plugins import PARTS
-from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.samples import TOO_LONG, Group, Sample
 from lora_moe_rl.run.health import group_metrics
 from lora_moe_rl.telemetry import names
 
@@ -165,13 +165,31 @@ def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for teacher, sample, reward in zip(group.teacher, group.samples, group.rewards, strict=True)
         if not np.isnan(reward)
     ]
+    read = read_metrics(groups)
     if not found:
-        return {names.TEACHER_KL: math.nan, names.TEACHER_LOGPROB: math.nan}
+        return {names.TEACHER_KL: math.nan, names.TEACHER_LOGPROB: math.nan, **read}
     teacher, policy = (np.concatenate(each).astype(np.float64) for each in zip(*found, strict=True))
     return {
         names.TEACHER_KL: float((policy - teacher).mean()),
         names.TEACHER_LOGPROB: float(teacher.mean()),
+        **read,
     }
+
+
+def read_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of how many samples with a reward a teacher that is the policy itself has read more than
+    their prompt, and for how many there was no room. Nothing without such a teacher."""
+    if all(group.teacher_read is None for group in groups):
+        return {}
+    words = [
+        word
+        for group in groups
+        for word, reward in zip(group.teacher_read or (), group.rewards, strict=True)
+        if not np.isnan(reward)
+    ]
+    long, taught = words.count(TOO_LONG), sum(word not in ("", TOO_LONG) for word in words)
+    shares = [count / len(words) if words else math.nan for count in (taught, long)]
+    return dict(zip((names.TEACHER_TAUGHT, names.TEACHER_TOO_LONG), shares, strict=True))
 
 
 def metrics_of(groups: Sequence[Group], within: float = 0.0) -> dict[str, float]:

@@ -19,7 +19,6 @@ from lora_moe_rl.files.pusher import Pusher
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.files.trouble import waited_for
 from lora_moe_rl.page import link
-from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.run import adapter_start, goes_on, loop, offline, plateau
 from lora_moe_rl.run.actors_start import Actors, started
 from lora_moe_rl.run.answers_evaluator import AnswersEvaluator
@@ -228,7 +227,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
         records,
         timeline,
         evaluations,
-        _teacher(run, made),
+        _teacher(run, actors, made, publisher),
         _kl_control(run, made),
     )
     asked, algorithm = config.schedule, config.algorithm
@@ -286,13 +285,17 @@ def _kl_control(run: Prepared, algorithm: Algorithm) -> KLControl | None:
     return control
 
 
-def _teacher(run: Prepared, algorithm: Algorithm) -> ports.Teacher | None:
+def _teacher(
+    run: Prepared, actors: Actors, algorithm: Algorithm, publisher: ports.Publisher
+) -> ports.Teacher | None:
     """Whom the algorithm asks about samples, if anybody."""
     if algorithm.teacher is None:
         return None
-    from lora_moe_rl.rewards import teacher
+    from lora_moe_rl.run import taught
 
-    return teacher.Teacher(algorithm.teacher, alone=isinstance(run.environment.rewards, NoRewards))
+    assert actors.served is not None  # an offline run has no teacher
+    engines, asked = actors.served.engines, (algorithm.teacher, run.config, run.environment)
+    return taught.open_teacher(*asked, engines, lambda: publisher.version)
 
 
 def _served(run: Prepared, actors: Actors, version: int) -> tuple[ports.Sampler, ports.Publisher]:

@@ -33,6 +33,8 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # A teacher.
     ("teacher/reverse_kl", "nats", "down", "mean over sampled tokens of the engine's logprob less the teacher's", "", ""),
     ("teacher/logprob", "nats", "up", "mean over sampled tokens of the teacher's logprob", "", ""),
+    ("teacher/taught", "share of samples", "up", "with algorithm.advantage=self_teacher: samples with a reward of which the teacher read more than the prompt; of the others it teaches nothing", "", "self_distillation/reprompt_sample_fraction"),
+    ("teacher/too_long", "share of samples", "down", "with it: samples with a reward for which that had no room in model.max_length", "", ""),
     # The loss. Means over the tokens in the loss, whatever algorithm.aggregation.
     ("loss/policy", "", "", "the policy's loss; with one update a rollout its value says nothing", "actor/pg_loss", "loss"),
     ("loss/kl", "nats", "", "KL to the base, adapters off, or to the start, with the routes of its own routers (algorithm.reference, algorithm.kl_estimator): of the policy in the loss, or of the policy before the update with algorithm.kl_in=reward; 0, and not computed, with algorithm.kl_coef=0", "actor/kl_loss", "kl"),

@@ -86,7 +86,7 @@ class Advantage(Part):
     `separates_rewards`: whether it looks at each of several reward functions by itself.
     `compares_turns`: whether it compares turns of a group's samples: those of equal `turn_keys`.
     `needs_teacher`: whether it wants a teacher's logprob of each token; its settings are then
-    `TeacherSettings` too, and have a `reward_weight`.
+    `AnyTeacher` too, and have a `reward_weight`.
     `greedy_baseline`: whether it wants the reward of a greedy sample of each prompt.
     """
 

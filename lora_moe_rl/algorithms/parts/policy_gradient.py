@@ -41,7 +41,7 @@ from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.algorithms.rejections.base import kept_by
 from lora_moe_rl.config import AlgorithmConfig
 from lora_moe_rl.config.plugins import PARTS, choices
-from lora_moe_rl.config.teacher import TeacherSettings
+from lora_moe_rl.config.teacher import AnyTeacher, SelfTeacherSettings
 from lora_moe_rl.data.samples import Group
 
 if TYPE_CHECKING:
@@ -124,15 +124,17 @@ class PolicyGradient(Algorithm):
         return self.settings.entropy_coef > 0
 
     @property
-    def teacher(self) -> TeacherSettings | None:
+    def teacher(self) -> AnyTeacher | None:
         if not self._advantage.needs_teacher:
             return None
-        assert isinstance(self.settings, TeacherSettings)
+        assert isinstance(self.settings, AnyTeacher)
         return self.settings
 
     @property
     def needs_reward(self) -> bool:
-        return self.teacher is None or self._advantage.settings.reward_weight > 0
+        teacher = self.teacher
+        shows = isinstance(teacher, SelfTeacherSettings) and teacher.success_reward is not None
+        return teacher is None or shows or self._advantage.settings.reward_weight > 0
 
     @property
     def greedy_baseline(self) -> bool:

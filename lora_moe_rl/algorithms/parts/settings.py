@@ -241,7 +241,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         if self.draw_again:
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose rewards are all "
-                f"equal, and with algorithm.advantage={self.advantage} every token has a signal; "
+                f"equal, and algorithm.advantage={self.advantage} learns from them all the same; "
                 "leave it at 0"
             )
         if self.reweight and not weight:
@@ -258,6 +258,11 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
             raise ValueError(
                 f"algorithm.overlong_buffer={self.overlong_buffer} takes from rewards, which teach "
                 "nothing with algorithm.reward_weight=0; set one of them"
+            )
+        if self.group_size == 1 and getattr(self, "feedback_key", "") is None:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} shows a prompt's samples to each other, and "
+                "algorithm.group_size=1 leaves none to show; set algorithm.feedback_key"
             )
         if weight and self.group_size == 1:
             raise ValueError(

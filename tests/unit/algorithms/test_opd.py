@@ -79,8 +79,8 @@ def test_no_teacher_is_no_zero():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["rollout.temperature=0.7"], "rollout.temperature=0.7: a teacher's server gives logprobs"),
-        (["algorithm.draw_again=2"], "every token has a signal"),
+        (["rollout.temperature=0.7"], "rollout.temperature=0.7: a teacher gives logprobs"),
+        (["algorithm.draw_again=2"], "learns from them all the same"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "take kl_in=loss"),
         (["algorithm.overlong_buffer=2"], "algorithm.reward_weight=0"),
         (["algorithm.normalize_std=false"], "algorithm.normalize_std=none has no effect"),

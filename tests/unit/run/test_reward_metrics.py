@@ -109,6 +109,19 @@ def test_a_teachers_metrics_are_of_the_tokens_that_it_scored():
     assert found["teacher/reverse_kl"] == 2 and found["teacher/logprob"] == -2
     one.rewards[:] = math.nan
     assert math.isnan(reward_metrics([one], RunConfig())["teacher/reverse_kl"])
+    assert "teacher/taught" not in found
+
+
+def test_how_many_a_policy_could_teach_itself_is_told():
+    """Of the samples with a reward; the first of one group has none."""
+    one, other = a_group(), a_group()
+    for group in (one, other):
+        group.rewards[:] = 1
+        group.teacher = [np.zeros(2)] * 6
+        group.teacher_read = ["solution 1", "", "too long", "feedback", "", ""]
+    one.rewards[0] = np.nan
+    found = reward_metrics([one, other], RunConfig())
+    assert found["teacher/taught"] == 3 / 11 and found["teacher/too_long"] == 2 / 11
 
 
 def test_rewards_of_greedy_samples_are_on_record_where_there_are_any():

@@ -1,0 +1,202 @@
+"""The policy as its own teacher: what it gives the sampled tokens once it has read more.
+
+    sampled   What is 23 + 58?                                        The sum is 71
+    scored    What is 23 + 58?  Correct solution: 81  Correctly ...   The sum is 71
+
+The run's own engines score, under the adapter version that they serve by then, or none. What is
+read is another prompt, rendered as the row's own is, and behind it the sample's tokens as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lora_moe_rl.config import SourceConfig
+from lora_moe_rl.config.teacher import SelfTeacherSettings
+from lora_moe_rl.data.maker import PromptMaker
+from lora_moe_rl.data.samples import TOO_LONG, Group, Prompt, Sample
+from lora_moe_rl.errors import ConfigError, DataError, NotServed, RewardError
+from lora_moe_rl.ports import Engines
+from lora_moe_rl.rewards.teacher import put
+
+THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The tokens that stand in the place of a sample's prompt, and what they hold beside it, in a
+    word. Without tokens the teacher reads nothing more than the policy."""
+
+    token_ids: list[int]
+    word: str
+
+
+class Reader:
+    """Makes the other prompts. `sources`: the data sets that are trained on, by name. `tokenizer`:
+    what renders the environment's prompts. `longest`: tokens that an engine takes."""
+
+    def __init__(
+        self,
+        settings: SelfTeacherSettings,
+        sources: Mapping[str, SourceConfig],
+        tokenizer: Any,
+        longest: int,
+    ):
+        self.settings, self.longest = settings, longest
+        self._makers = {name: PromptMaker(one, tokenizer, longest) for name, one in sources.items()}
+
+    def of_sample(self, group: Group, index: int) -> Reading:
+        """Raises RewardError for a prompt that cannot be written otherwise."""
+        asked, word = self.asked(group, index)
+        if not word:
+            return Reading([], "")
+        token_ids = self.token_ids(group.prompt, asked)
+        if len(token_ids) + len(group.samples[index].response_ids) >= self.longest:
+            return Reading([], TOO_LONG)
+        return Reading(token_ids, word)
+
+    def asked(self, group: Group, index: int) -> tuple[Any, str]:
+        """The other prompt as text or messages, and what it holds; '' where that is nothing."""
+        solution, feedback = self._solution(group, index), self._feedback(group, index)
+        shown = "" if solution is None else self._text(group.samples[solution])
+        words = [f"solution {solution}"] if shown else []
+        words += ["feedback"] if feedback else []
+        return self.written(group.prompt, shown, feedback), ", ".join(words)
+
+    def written(self, prompt: Prompt, solution: str, feedback: str) -> Any:
+        """A prompt with what the teacher reads beside it, '' for nothing. Raises RewardError for
+        messages that do not end with one of the user."""
+        settings, text = self.settings, prompt.text
+        if solution:
+            solution = settings.solution_template.format(successful_previous_attempt=solution)
+        if feedback:
+            feedback = settings.feedback_template.format(feedback_raw=feedback)
+        places = {"solution": solution, "feedback": feedback}
+        if isinstance(text, str):
+            return settings.reprompt_template.format(prompt=text, **places)
+        *before, last = text
+        if last["role"] != "user" or not isinstance(last["content"], str):
+            raise RewardError(
+                f"{_place(prompt)}: it ends with what {last['role']!r} says, and a solution or "
+                "feedback is put into a last message of the user; leave such rows out"
+            )
+        content = settings.reprompt_template.format(prompt=last["content"], **places)
+        return [*before, {**last, "content": content}]
+
+    def token_ids(self, prompt: Prompt, asked: Any) -> list[int]:
+        """Of a prompt that was written otherwise, rendered as its own. Raises RewardError."""
+        try:
+            return self._makers[prompt.data_set].encode(asked, prompt.columns, _place(prompt))
+        except DataError as error:
+            raise RewardError(str(error)) from error
+
+    def _solution(self, group: Group, index: int) -> int | None:
+        """The first sample of another conversation of the prompt that has succeeded."""
+        least, conversations = self.settings.success_reward, group.conversation_of
+        if least is None:
+            return None
+        for other in group.ends.tolist():
+            succeeded = group.rewards[other] >= least and self._text(group.samples[other])
+            if succeeded and conversations[other] != conversations[index]:
+                return other
+        return None
+
+    def _text(self, sample: Sample) -> str:
+        if not self.settings.remove_thinking:
+            return sample.text
+        return THINKING.sub("", sample.text).strip()
+
+    def _feedback(self, group: Group, index: int) -> str:
+        key = self.settings.feedback_key
+        if key is None:
+            return ""
+        logged = group.details.extra.get(key)
+        found = group.prompt.columns.get(key) if logged is None else logged[index]
+        return "" if found is None else str(found).strip()
+
+    def knows_feedback(self, group: Group) -> bool:
+        """Whether somebody gives what algorithm.feedback_key names, or it names nothing."""
+        key = self.settings.feedback_key
+        return key is None or key in group.details.extra or key in group.prompt.columns
+
+
+def _place(prompt: Prompt) -> str:
+    return f"prompt {prompt.number}, as its teacher reads it"
+
+
+class SelfTeacher:
+    """`version`: the adapter version that the engines serve. `alone`: whether nothing else gives
+    rewards; a sample's reward is then minus its reverse KL to the teacher. `prompts`: of how many
+    it is looked whether any has the feedback that is asked for."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        engines: Engines,
+        version: Callable[[], int],
+        alone: bool,
+        prompts: int,
+    ):
+        self.reader, self.engines, self.alone = reader, engines, alone
+        bare = reader.settings.teacher_weights == "base"
+        self._version: Callable[[], int | None] = (lambda: None) if bare else version
+        self._unknown, self._most_unknown = 0, prompts
+
+    async def score(self, group: Group) -> None:
+        """Puts the teacher's logprobs into a group, and what it has read. Of a sample without a
+        reward, where others give them, and of one with nothing to read, they are the policy's own.
+        Raises ConfigError once so many prompts were without the feedback that is asked for."""
+        self._look_for_feedback(group)
+        read = [""] * len(group.samples)
+
+        async def one(index: int) -> np.ndarray:
+            sample = group.samples[index]
+            if not self.alone and np.isnan(group.rewards[index]):
+                return sample.logprobs
+            reading = self.reader.of_sample(group, index)
+            read[index] = reading.word
+            if not reading.token_ids:
+                return sample.logprobs
+            return await self._logprobs(reading.token_ids, sample)
+
+        asked = (one(index) for index in range(len(group.samples)))
+        put(group, await asyncio.gather(*asked, return_exceptions=True), self.alone)
+        group.teacher_read = read
+
+    async def _logprobs(self, token_ids: list[int], sample: Sample) -> np.ndarray:
+        """float32 [R] behind another prompt, 0 for tokens that no policy sampled."""
+        every = [*token_ids, *sample.response_ids.tolist()]
+        while True:
+            version = self._version()
+            try:
+                told = await self.engines.score_prompt(every, version)
+            except NotServed:  # a newer one took its place meanwhile
+                if version == self._version():
+                    raise
+                continue
+            found = told.logprobs[len(token_ids) :]
+            if found.shape != sample.mask.shape or not np.isfinite(found).all():
+                raise RewardError(
+                    f"an engine gave {len(found)} logprobs, not all of them finite, of the "
+                    f"{len(sample.mask)} tokens that it was to score behind another prompt"
+                )
+            return found * sample.mask
+
+    def _look_for_feedback(self, group: Group) -> None:
+        if self.reader.knows_feedback(group):
+            self._most_unknown = 0
+        elif self._most_unknown and (self.alone or not np.isnan(group.rewards).all()):
+            self._unknown += 1
+            if self._unknown >= self._most_unknown:
+                key = self.reader.settings.feedback_key
+                raise ConfigError(
+                    f"algorithm.feedback_key={key}: of {self._unknown} prompts none has a column "
+                    f"of that name, and no reward function has logged one (log_extra('{key}', "
+                    "values)); name one that is there"
+                )

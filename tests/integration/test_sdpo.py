@@ -1,0 +1,88 @@
+"""Self-distillation with real engines: what a run records of its teacher is what transformers alone
+gives the sampled tokens behind the other prompt, under the adapter of that step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from cli_run import RECIPE
+from test_run import check_records, run_to_end
+from transformers import AutoModelForCausalLM
+
+from lora_moe_rl.export import command as export
+from lora_moe_rl.files.jsonl import read_jsonl
+from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+pytestmark = [pytest.mark.timeout(900)]
+
+SETTINGS = (
+    *("algorithm=sdpo", "algorithm.prompts_per_step=8", "algorithm.group_size=4"),
+    *("algorithm.feedback_key=answer", "algorithm.feedback_template=<{feedback_raw}>"),
+    "algorithm.solution_template={successful_previous_attempt};",
+    "algorithm.reprompt_template={solution}{feedback}{prompt}",
+    *("trainer.steps=2", "trainer.warmup_steps=0", "checkpoint.every=1"),
+    *("logging.samples_per_step=32", "logging.tokens=true"),
+)
+SIX_FIGURES = 1e-5  # of the records, relative
+
+
+def logprobs(model, ids: list[int], count: int) -> np.ndarray:
+    """Of the last `count` tokens."""
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return found.gather(1, torch.tensor(ids[1:])[:, None])[-count:, 0].numpy()
+
+
+def right_answer(prompt: str) -> str:
+    return str(eval(prompt.rstrip("=")))
+
+
+def other_prompts(samples: list[dict]) -> list[str]:
+    """What the teacher has to read of each: the first other success of the group, and the answer
+    of the row, which is the feedback here."""
+    groups = defaultdict(list)
+    for one in samples:
+        groups[one["drawn"]].append(one)
+    found = []
+    for one in samples:
+        others = [other for other in groups[one["drawn"]] if other is not one]
+        shown = next((o["response"] for o in others if o["reward"] == 1 and o["response"]), None)
+        solution = "" if shown is None else f"{shown};"
+        assert one["teacher_read"].startswith("solution ") == (shown is not None)
+        assert one["teacher_read"].endswith("feedback")
+        found.append(f"{solution}<{right_answer(one['prompt'])}>{one['prompt']}")
+    return found
+
+
+def test_the_teachers_logprobs_are_those_of_transformers_under_the_adapter_of_the_step(tmp_path):
+    run = run_to_end(tmp_path / "run", RECIPE, *SETTINGS)
+    records = [*read_jsonl(run.folder / "metrics.jsonl")]
+    check_records(records, 2)
+    merged = tmp_path / "merged"
+    done = run.folder / "checkpoints/step-000001"
+    words = [str(done), "--to", "merged", "--dtype", "float32", "--out", str(merged)]
+    assert export.main(words) == 0
+    samples = [*read_jsonl(run.folder / "samples.jsonl")]
+    tokens = [*read_jsonl(run.folder / "tokens.jsonl")]
+    encode = make_tokenizer().encode
+    for record, base in zip(records, (resolve_model("qwen3_moe"), merged), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        own = [one for one in samples if one["step"] == record["step"]]
+        of_tokens = [one for one in tokens if one["step"] == record["step"]]
+        assert len(own) == len(of_tokens) == 32
+        differences, by_hand = [], []
+        for prompt, one in zip(other_prompts(own), of_tokens, strict=True):
+            wanted = logprobs(model, [*encode(prompt), *one["ids"]], len(one["ids"]))
+            sampled = np.array(one["logprobs"])
+            differences.append(np.abs(wanted - sampled - one["advantages"]).max())
+            by_hand.append(sampled - wanted)
+        assert max(differences) < SIX_FIGURES * 20  # a logprob may be as low as -20
+        mean = np.concatenate(by_hand).mean()
+        assert record["teacher/reverse_kl"] == pytest.approx(mean, rel=SIX_FIGURES)
+        assert record["teacher/taught"] == 1 and record["teacher/too_long"] == 0
+    assert np.abs(by_hand[0]).max() > 0.1
+    assert not run.leftovers

@@ -1,0 +1,238 @@
+"""The policy as its own teacher: what it reads is what TRL's SDPO would have it read, and its
+logprobs stand at the tokens they are of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.overrides import override
+from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.told import ToldPrompt
+from lora_moe_rl.errors import ConfigError, EngineDied, NotServed
+from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
+
+ORACLE = json.loads((Path(__file__).parent / "sdpo_oracle.json").read_text())
+# TRL's options and ours.
+KEYS = {
+    "success_reward_threshold": "success_reward",
+    "remove_thinking_from_demonstration": "remove_thinking",
+}
+OPTIONS = {
+    "as it is": {},
+    "lower": {"success_reward": 0.5},
+    "feedback": {"feedback_key": "hint"},
+    "feedback alone": {"feedback_key": "hint", "success_reward": None},
+    "without thinking": {"remove_thinking": True},
+    "own templates": {
+        "reprompt_template": "{solution}{prompt}|{feedback}",
+        "solution_template": "<{successful_previous_attempt}>",
+        "feedback_template": "[{feedback_raw}]",
+        "feedback_key": "hint",
+    },
+}
+# Of few tokens, which the tiny tokenizer knows one by one.
+PLAIN = {"reprompt_template": "{solution}{prompt}{feedback}"}
+SOLUTION = {"solution_template": "{successful_previous_attempt};"}
+FEEDBACK = {"feedback_template": "{feedback_raw}", "feedback_key": "hint"}
+PROMPT, LONGEST = "1+2=", 64
+
+
+def config_of(**options) -> RunConfig:
+    return RunConfig(algorithm={"name": "sdpo", **options})
+
+
+def reader_of(longest: int = LONGEST, **options) -> Reader:
+    config = config_of(**options)
+    return Reader(config.algorithm, config.data.sources(), make_tokenizer(), longest)
+
+
+def a_group(rewards, texts=("3", "4", "5"), columns=None, **more) -> Group:
+    """Samples of a prompt: each its text and an end, sampled at logprobs of -1, -2 and so on."""
+    tokenizer = make_tokenizer()
+    prompt = Prompt(3, PROMPT, tokenizer.encode(PROMPT), columns or {})
+    samples = []
+    for text in texts:
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        said = Segment.sampled(ids, -np.arange(1, len(ids) + 1), 7)
+        segments = (Segment.given("user", prompt.token_ids), said)
+        samples.append(Sample(segments, "stop", text))
+    return Group(prompt, samples, None, np.array(rewards, np.float32), **more)
+
+
+@pytest.mark.parametrize("variant", ORACLE["readings"])
+def test_the_teacher_reads_what_trls_would(variant):
+    """In the templates that stand until they are set too. A sample of TRL's that is not taught
+    holds nothing here."""
+    reader = reader_of(**OPTIONS[variant])
+    wanted = iter(ORACLE["readings"][variant])
+    given = ("prompts", "responses", "rewards", "feedbacks")
+    for text, responses, rewards, hint in zip(*(ORACLE[name] for name in given), strict=True):
+        group = a_group(rewards, responses, {"hint": hint})
+        group.prompt = Prompt(0, text, [1], {"hint": hint})
+        for index in range(len(responses)):
+            asked, word = reader.asked(group, index)
+            assert (asked if word else None) == next(wanted)
+
+
+def made_up(token_ids, version) -> np.ndarray:
+    """A logprob of every token but the first, which tells its place, its id and the version."""
+    places = np.arange(len(token_ids), dtype=np.float64)
+    found = -0.5 - 0.25 * places - 0.001 * np.asarray(token_ids) - 10.0 * (version or 0)
+    return np.where(places == 0, np.nan, found).astype(np.float32)
+
+
+class Engines:
+    """Scores as `made_up`; `fault`: what is raised once, or an array that is answered instead."""
+
+    def __init__(self, fault=None):
+        self.asked, self.fault = [], fault
+
+    async def score_prompt(self, token_ids, version, top=0):
+        self.asked.append((list(token_ids), version))
+        fault, self.fault = self.fault, None
+        if isinstance(fault, Exception):
+            raise fault
+        found = made_up(token_ids, version) if fault is None else fault
+        return ToldPrompt(found, None)
+
+
+def teacher_of(engines=None, alone=False, versions=(4,), longest=LONGEST, **options):
+    given = iter([*versions, *[versions[-1]] * 20])
+    reader = reader_of(longest, **PLAIN | (options or SOLUTION))
+    return SelfTeacher(reader, engines or Engines(), lambda: next(given), alone, 2)
+
+
+def scored(group, engines=None, **options):
+    engines = engines or Engines()
+    asyncio.run(teacher_of(engines, **options).score(group))
+    return group, engines
+
+
+def test_logprobs_are_those_of_the_samples_own_tokens_behind_the_other_prompt():
+    group, engines = scored(a_group([0, 1, 1]))
+    assert group.teacher_read == ["solution 1", "solution 2", "solution 1"]
+    tokenizer = make_tokenizer()
+    for sample, found, shown in zip(group.samples, group.teacher, "454", strict=True):
+        other = tokenizer.encode(f"{shown};{PROMPT}")
+        every = [*other, *sample.response_ids.tolist()]
+        assert (every, 4) in engines.asked
+        np.testing.assert_array_equal(found, made_up(every, 4)[len(other) :])
+    assert group.rewards.tolist() == [0, 1, 1] and group.failures == []
+
+
+def test_a_sample_with_nothing_to_read_keeps_its_own_logprobs():
+    """The only success has no other to read, and one without a reward is not asked about."""
+    group, engines = scored(a_group([0, 1, np.nan]))
+    assert group.teacher_read == ["solution 1", "", ""] and len(engines.asked) == 1
+    for sample, found in list(zip(group.samples, group.teacher, strict=True))[1:]:
+        np.testing.assert_array_equal(found, sample.logprobs)
+
+
+def test_what_has_no_room_is_said_and_not_asked_for():
+    """Other prompt and sample are 6 and 2 tokens, and an engine samples one more."""
+    fits, _ = scored(a_group([0, 1, 1]), longest=9, **SOLUTION)
+    assert fits.teacher_read[0] == "solution 1"
+    group, engines = scored(a_group([0, 1, 1]), longest=8, **SOLUTION)
+    assert group.teacher_read == ["too long"] * 3 and engines.asked == []
+    np.testing.assert_array_equal(group.teacher[0], group.samples[0].logprobs)
+
+
+def test_tokens_of_tools_have_no_logprob():
+    group = a_group([1, 0, 0])
+    prompt, said = group.samples[1].segments
+    turns = (said, Segment.given("tool", [4, 4]), said)
+    group.samples[1] = Sample((prompt, *turns), "stop", "4")
+    group, _ = scored(group)
+    assert (group.teacher[1] != 0).tolist() == [True, True, False, False, True, True]
+
+
+def test_feedback_is_what_the_reward_has_logged_of_the_sample_or_the_rows():
+    options = FEEDBACK | {"success_reward": None}
+    logged = Details(extra={"hint": ["7", None, 8]})
+    group, engines = scored(a_group([0, 0, 0], columns={"hint": "6"}, details=logged), **options)
+    assert group.teacher_read == ["feedback", "", "feedback"]
+    read = [make_tokenizer().decode(ids[:-2]) for ids, _ in engines.asked]
+    assert read == [f"{PROMPT}7", f"{PROMPT}8"]
+    group, engines = scored(a_group([0, 0, 0], columns={"hint": "6"}), **options)
+    assert group.teacher_read == ["feedback"] * 3 and len(engines.asked) == 3
+
+
+def test_feedback_that_nobody_gives_ends_the_run_after_so_many_prompts():
+    teacher = teacher_of(**FEEDBACK)
+    asyncio.run(teacher.score(a_group([0, 1, 1])))
+    asyncio.run(teacher.score(a_group([np.nan] * 3)))  # whose reward failed: nothing is known
+    with pytest.raises(ConfigError, match="feedback_key=hint: of 2 prompts none has a column"):
+        asyncio.run(teacher.score(a_group([0, 1, 1])))
+    known = teacher_of(**FEEDBACK)
+    asyncio.run(known.score(a_group([0, 1, 1], columns={"hint": None})))
+    for _ in range(3):  # a reward function logs it where there is any
+        asyncio.run(known.score(a_group([0, 1, 1])))
+
+
+def test_alone_it_gives_rewards():
+    options = FEEDBACK | {"success_reward": None}
+    group, _ = scored(a_group([np.nan] * 3, columns={"hint": "6"}), alone=True, **options)
+    first, given = group.samples[0], group.teacher[0]
+    assert group.rewards[0] == pytest.approx(np.mean(given - first.logprobs)) and not group.failures
+
+
+def test_the_bare_base_scores_where_that_is_asked():
+    _, engines = scored(a_group([0, 1, 1]), teacher_weights="base", **SOLUTION)
+    assert {version for _, version in engines.asked} == {None}
+
+
+def test_a_version_whose_slot_was_taken_gives_way_to_the_newest():
+    group, engines = scored(
+        a_group([0, 1], texts=("3", "4")), Engines(NotServed("gone")), versions=(4, 5, 5)
+    )
+    assert [version for _, version in engines.asked] == [4, 5]
+    assert group.teacher_read[0] == "solution 1"
+    with pytest.raises(NotServed, match="gone"):
+        scored(a_group([0, 1], texts=("3", "4")), Engines(NotServed("gone")))
+
+
+def test_a_dying_engine_is_the_tickets_business_and_no_failed_reward():
+    with pytest.raises(EngineDied):
+        scored(a_group([0, 1, 1]), Engines(EngineDied("gone")))
+
+
+@pytest.mark.parametrize("answer", [np.zeros(3, np.float32), np.full(8, np.nan, np.float32)])
+def test_an_answer_of_something_else_fails_the_sample(answer):
+    group, _ = scored(a_group([0, 1], texts=("3", "4")), Engines(answer))
+    assert np.isnan(group.rewards[0]) and group.rewards[1] == 1
+    assert "not all of them finite, of the 2 tokens" in group.failures[0]
+
+
+def test_a_prompt_that_ends_with_another_speaker_fails_its_samples():
+    group = a_group([0, 1, 1])
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1"}]
+    group.prompt = Prompt(3, messages, group.prompt.token_ids)
+    group, _ = scored(group)
+    assert np.isnan(group.rewards).all() and "ends with what 'assistant' says" in group.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["success_reward=null"], "leave the teacher nothing to read"),
+        (["group_size=1"], "leaves none to show"),
+        (["feedback_template={feedback_raw}!"], "no effect with algorithm.feedback_key=null"),
+        (["success_reward=null", "feedback_key=a", "remove_thinking=true"], "success_reward=null"),
+        (["reprompt_template={prompt}"], "must hold {prompt} and {solution} and {feedback}"),
+        (["reprompt_template={prompt}{solution}{feedback}{more}"], "no other place"),
+        (["solution_template={successful_previous_attempt.__class__}"], "no other place"),
+        (["solution_template={"], "is no template"),
+        (["teacher_url=http://x/v1"], "teacher_url"),
+        (["draw_again=1"], "learns from them all the same"),
+    ],
+)
+def test_settings_that_have_no_meaning_are_refused(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        override(RunConfig(), ["algorithm=sdpo", *(f"algorithm.{one}" for one in settings)])
