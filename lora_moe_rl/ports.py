@@ -234,11 +234,11 @@ class Engines(Sampler, Protocol):
         ...
 
     async def score_prompt(
-        self, token_ids: Sequence[int], version: int | None, top: int = 0
+        self, token_ids: Sequence[int], version: int | None, top: int, watch: Watch
     ) -> ToldPrompt:
-        """Every token at temperature 1, and the `top` likeliest at each place, by one engine.
-        `version` None is the bare base. Raises NotServed for a version that no slot holds any more,
-        and EngineDied when the engine has died."""
+        """Every token at temperature 1, and the `top` likeliest at each place, by one engine, which
+        `watch` is told as in `policy`. `version` None is the bare base. Raises NotServed for a
+        version that no slot holds any more, and EngineDied when the engine has died."""
         ...
 
     async def score(

@@ -135,13 +135,17 @@ class RolloutEngines(TakingTurns):
             ]
 
     async def score_prompt(
-        self, token_ids: Sequence[int], version: int | None, top: int = 0
+        self,
+        token_ids: Sequence[int],
+        version: int | None,
+        top: int = 0,
+        watch: Watch = nullcontext,
     ) -> ToldPrompt:
         """Logprobs of a prompt's tokens at temperature 1, and the `top` likeliest at each place, by
         the engine that has least to do. Raises as `sample_each` does."""
         self._check_served(version)
         index = await self._free_engine(version)
-        with self._rolls(index) as actor:
+        with self._rolls(index) as actor, watch(index):
             sent = actor.remote("score_prompt", token_ids, version, top)
             with _given_up_together(sent):
                 return await heard(actor, sent, self.pulses[index])

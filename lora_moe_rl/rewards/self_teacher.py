@@ -3,8 +3,9 @@
     sampled   What is 23 + 58?                                        The sum is 71
     scored    What is 23 + 58?  Correct solution: 81  Correctly ...   The sum is 71
 
-The run's own engines score, under the adapter version that they serve by then, or none. What is
-read is another prompt, rendered as the row's own is, and behind it the sample's tokens as they are.
+The run's own engines score, under the adapter version that has sampled (or without any), or the
+newest where that is no longer served. What is read is another prompt, rendered as the row's own is,
+and behind it the sample's tokens as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lora_moe_rl.config.teacher import SelfTeacherSettings
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.samples import TOO_LONG, Group, Prompt, Sample
 from lora_moe_rl.errors import ConfigError, DataError, NotServed, RewardError
-from lora_moe_rl.ports import Engines
+from lora_moe_rl.ports import Engines, Watch
 from lora_moe_rl.rewards.teacher import put
 
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -131,21 +132,22 @@ def _place(prompt: Prompt) -> str:
 
 
 class SelfTeacher:
-    """`version`: the adapter version that the engines serve. `alone`: whether nothing else gives
+    """`newest`: the adapter version that the engines serve. `alone`: whether nothing else gives
     rewards; a sample's reward is then minus its reverse KL to the teacher. `prompts`: of how many
-    it is looked whether any has the feedback that is asked for."""
+    it is looked whether any has the feedback that is asked for. `watch(number)`: what goes around
+    each request for a sample of that prompt, with the index of the engine."""
 
     def __init__(
         self,
         reader: Reader,
         engines: Engines,
-        version: Callable[[], int],
+        newest: Callable[[], int],
         alone: bool,
         prompts: int,
+        watch: Callable[[int], Watch],
     ):
-        self.reader, self.engines, self.alone = reader, engines, alone
-        bare = reader.settings.teacher_weights == "base"
-        self._version: Callable[[], int | None] = (lambda: None) if bare else version
+        self.reader, self.engines, self.alone, self._watch = reader, engines, alone, watch
+        self._bare, self._newest = reader.settings.teacher_weights == "base", newest
         self._unknown, self._most_unknown = 0, prompts
 
     async def score(self, group: Group) -> None:
@@ -163,30 +165,44 @@ class SelfTeacher:
             read[index] = reading.word
             if not reading.token_ids:
                 return sample.logprobs
-            return await self._logprobs(reading.token_ids, sample)
+            watch = self._watch(group.prompt.number)
+            return await self._logprobs(reading.token_ids, sample, watch)
 
         asked = (one(index) for index in range(len(group.samples)))
         put(group, await asyncio.gather(*asked, return_exceptions=True), self.alone)
         group.teacher_read = read
 
-    async def _logprobs(self, token_ids: list[int], sample: Sample) -> np.ndarray:
-        """float32 [R] behind another prompt, 0 for tokens that no policy sampled."""
-        every = [*token_ids, *sample.response_ids.tolist()]
+    async def _logprobs(self, token_ids: list[int], sample: Sample, watch: Watch) -> np.ndarray:
+        """float32 [R] behind another prompt, 0 for tokens that no policy sampled. Of an adapter
+        that has not sampled all of them it is what the prompt makes of its logprobs that is added
+        to the sample's own, so that nothing is learned of what was trained in between."""
+        sampled = {*sample.versions[sample.mask].tolist()}
+        version = None if self._bare else max(sampled, default=self._newest())
         while True:
-            version = self._version()
             try:
-                told = await self.engines.score_prompt(every, version)
-            except NotServed:  # a newer one took its place meanwhile
-                if version == self._version():
+                found = await self._behind(token_ids, sample, version, watch)
+                if version is not None and sampled - {version}:
+                    own = await self._behind(sample.prompt_ids.tolist(), sample, version, watch)
+                    found = sample.logprobs + found - own
+                return found * sample.mask
+            except NotServed:  # newer ones took its place
+                if version == self._newest():
                     raise
-                continue
-            found = told.logprobs[len(token_ids) :]
-            if found.shape != sample.mask.shape or not np.isfinite(found).all():
-                raise RewardError(
-                    f"an engine gave {len(found)} logprobs, not all of them finite, of the "
-                    f"{len(sample.mask)} tokens that it was to score behind another prompt"
-                )
-            return found * sample.mask
+                version = self._newest()
+
+    async def _behind(
+        self, token_ids: list[int], sample: Sample, version: int | None, watch: Watch
+    ) -> np.ndarray:
+        """float32 [R], of the sample's tokens after those of a prompt."""
+        every = [*token_ids, *sample.response_ids.tolist()]
+        told = await self.engines.score_prompt(every, version, 0, watch)
+        found = told.logprobs[len(token_ids) :]
+        if found.shape != sample.mask.shape or not np.isfinite(found).all():
+            raise RewardError(
+                f"an engine gave {len(found)} logprobs, not all of them finite, of the "
+                f"{len(sample.mask)} tokens that it was to score behind another prompt"
+            )
+        return found
 
     def _look_for_feedback(self, group: Group) -> None:
         if self.reader.knows_feedback(group):

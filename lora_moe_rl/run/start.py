@@ -227,7 +227,7 @@ def _go(run: Prepared, actors: Actors, records: Records, metrics: MetricsWriter)
         records,
         timeline,
         evaluations,
-        _teacher(run, actors, made, publisher),
+        _teacher(run, actors, made, publisher, timeline),
         _kl_control(run, made),
     )
     asked, algorithm = config.schedule, config.algorithm
@@ -286,7 +286,11 @@ def _kl_control(run: Prepared, algorithm: Algorithm) -> KLControl | None:
 
 
 def _teacher(
-    run: Prepared, actors: Actors, algorithm: Algorithm, publisher: ports.Publisher
+    run: Prepared,
+    actors: Actors,
+    algorithm: Algorithm,
+    publisher: ports.Publisher,
+    timeline: Timeline,
 ) -> ports.Teacher | None:
     """Whom the algorithm asks about samples, if anybody."""
     if algorithm.teacher is None:
@@ -295,7 +299,7 @@ def _teacher(
 
     assert actors.served is not None  # an offline run has no teacher
     engines, asked = actors.served.engines, (algorithm.teacher, run.config, run.environment)
-    return taught.open_teacher(*asked, engines, lambda: publisher.version)
+    return taught.open_teacher(*asked, engines, lambda: publisher.version, timeline)
 
 
 def _served(run: Prepared, actors: Actors, version: int) -> tuple[ports.Sampler, ports.Publisher]:

@@ -15,6 +15,8 @@ from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher
 from lora_moe_rl.rewards.teacher import Teacher
+from lora_moe_rl.telemetry.timeline import TEACH, Timeline
+from lora_moe_rl.telemetry.timeline import engine as engine_name
 
 SHOWN = "0"  # stands for what is shown, which is as long as it is
 
@@ -24,14 +26,19 @@ def open_teacher(
     config: RunConfig,
     environment: Environment,
     engines: ports.Engines,
-    version: Callable[[], int],
+    newest: Callable[[], int],
+    timeline: Timeline,
 ) -> ports.Teacher:
-    """The teacher of a run. `version`: the one that `engines` serve."""
+    """The teacher of a run. `newest`: the version that `engines` serve."""
     alone = isinstance(environment.rewards, NoRewards)
     if isinstance(settings, TeacherSettings):
         return Teacher(settings, alone)
     reader, prompts = _reader(settings, config, environment), config.algorithm.prompts_per_step
-    return SelfTeacher(reader, engines, version, alone, prompts)
+
+    def watch(number: int) -> ports.Watch:
+        return lambda index: timeline.span(engine_name(index), TEACH, number)
+
+    return SelfTeacher(reader, engines, newest, alone, prompts, watch)
 
 
 def _reader(settings: SelfTeacherSettings, config: RunConfig, environment: Environment) -> Reader:

@@ -2,7 +2,7 @@
 
     who        what                              number
     feed       wait: a slot
-    engine-0   sample, evaluate                  the prompt's; several at the same time
+    engine-0   sample, evaluate, teach           the prompt's; several at the same time
     rewards    reward                            the prompt's: from its last sample to its score
     trainer    wait: scored groups, update,      the step's
                checkpoint
@@ -26,6 +26,7 @@ FEED, REWARDS, TRAINER, PUBLISH = "feed", "rewards", "trainer", "publish"
 SAMPLE, REWARD, UPDATE, WAIT = "sample", "reward", "update", "wait: "
 CHECKPOINT = "checkpoint"  # until the next update may begin
 EVALUATE = "evaluate"  # a request for samples of a held-out prompt
+TEACH = "teach"  # a sample that is scored behind another prompt
 # Whose waiting is kept, by what is waited for (run/tickets.py).
 WAITERS = {
     "a slot": FEED,

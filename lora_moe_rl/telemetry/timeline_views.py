@@ -27,6 +27,7 @@ from lora_moe_rl.telemetry.timeline import (
     PUBLISH,
     REWARDS,
     SAMPLE,
+    TEACH,
     TRAINER,
     Span,
 )
@@ -35,6 +36,7 @@ STEPS_SHOWN = 6
 COLORS = {
     SAMPLE: "#2b6cb0",
     EVALUATE: "#7f5fb5",
+    TEACH: "#2f8f9d",
     "reward": "#4a9a6a",
     "update": "#dd8a2c",
     "publish": "#b9483d",

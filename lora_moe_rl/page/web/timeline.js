@@ -1,7 +1,7 @@
 "use strict";
 // Who did what when, in some steps of one run; grey: it waits.
 
-const WORK = { sample: "#3b7fc4", evaluate: "#8a63c9", reward: "#3f9a68", update: "#d9822b", publish: "#c9504a", checkpoint: "#767676" };
+const WORK = { sample: "#3b7fc4", evaluate: "#8a63c9", teach: "#2f9aa8", reward: "#3f9a68", update: "#d9822b", publish: "#c9504a", checkpoint: "#767676" };
 const LANE = 34;
 
 const timelineView = {
@@ -65,7 +65,7 @@ const timelineView = {
       c.globalAlpha = 1;
       bars(row, spans.filter(([, what]) => what.startsWith("wait")), css("--soft"));
       for (const [what, color] of Object.entries(WORK)) {
-        c.globalAlpha = ["sample", "evaluate", "reward"].includes(what) ? alpha : 1;
+        c.globalAlpha = ["sample", "evaluate", "teach", "reward"].includes(what) ? alpha : 1;
         bars(row, spans.filter((span) => span[1] === what), color);
       }
       c.globalAlpha = 1;
@@ -95,7 +95,7 @@ const timelineView = {
     const box = this.canvas.getBoundingClientRect(), who = this.rows()[Math.floor((event.clientY - box.top - 22) / LANE)];
     const at = this.back?.(event.clientX - box.left);
     const found = this.steps.flatMap((step) => step.spans).filter(([one, , , from, seconds]) => one === who && from <= at && at <= from + seconds);
-    const names = { sample: "prompt", evaluate: "prompt", reward: "prompt", update: "step", checkpoint: "step", publish: "version" };
+    const names = { sample: "prompt", evaluate: "prompt", teach: "prompt", reward: "prompt", update: "step", checkpoint: "step", publish: "version" };
     if (!found.length) return tip();
     const rows = found.slice(0, 8).map(([, what, nr, , seconds]) => [names[what] ? `${what}: ${names[what]} ${nr}` : what, `${seconds.toFixed(3)} s`]);
     tip(event, who, found.length > 8 ? [...rows, [`and ${found.length - 8} more`, ""]] : rows);

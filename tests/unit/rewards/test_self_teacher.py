@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,10 @@ class Engines:
     def __init__(self, fault=None):
         self.asked, self.fault = [], fault
 
-    async def score_prompt(self, token_ids, version, top=0):
+    async def score_prompt(self, token_ids, version, top, watch):
+        assert top == 0
+        with watch(5):
+            pass
         self.asked.append((list(token_ids), version))
         fault, self.fault = self.fault, None
         if isinstance(fault, Exception):
@@ -103,10 +107,13 @@ class Engines:
         return ToldPrompt(found, None)
 
 
-def teacher_of(engines=None, alone=False, versions=(4,), longest=LONGEST, **options):
-    given = iter([*versions, *[versions[-1]] * 20])
+def unwatched(number):
+    return nullcontext
+
+
+def teacher_of(engines=None, alone=False, newest=7, longest=LONGEST, watched=None, **options):
     reader = reader_of(longest, **PLAIN | (options or SOLUTION))
-    return SelfTeacher(reader, engines or Engines(), lambda: next(given), alone, 2)
+    return SelfTeacher(reader, engines or Engines(), lambda: newest, alone, 2, watched or unwatched)
 
 
 def scored(group, engines=None, **options):
@@ -122,8 +129,8 @@ def test_logprobs_are_those_of_the_samples_own_tokens_behind_the_other_prompt():
     for sample, found, shown in zip(group.samples, group.teacher, "454", strict=True):
         other = tokenizer.encode(f"{shown};{PROMPT}")
         every = [*other, *sample.response_ids.tolist()]
-        assert (every, 4) in engines.asked
-        np.testing.assert_array_equal(found, made_up(every, 4)[len(other) :])
+        assert (every, 7) in engines.asked
+        np.testing.assert_array_equal(found, made_up(every, 7)[len(other) :])
     assert group.rewards.tolist() == [0, 1, 1] and group.failures == []
 
 
@@ -176,6 +183,16 @@ def test_feedback_that_nobody_gives_ends_the_run_after_so_many_prompts():
         asyncio.run(known.score(a_group([0, 1, 1])))
 
 
+def test_each_request_is_seen_on_the_engine_that_has_it():
+    seen = []
+
+    def watched(number):
+        return lambda index: nullcontext(seen.append((number, index)))
+
+    scored(a_group([0, 1, np.nan]), watched=watched)
+    assert seen == [(3, 5)]
+
+
 def test_alone_it_gives_rewards():
     options = FEEDBACK | {"success_reward": None}
     group, _ = scored(a_group([np.nan] * 3, columns={"hint": "6"}), alone=True, **options)
@@ -188,14 +205,29 @@ def test_the_bare_base_scores_where_that_is_asked():
     assert {version for _, version in engines.asked} == {None}
 
 
-def test_a_version_whose_slot_was_taken_gives_way_to_the_newest():
+def test_a_newer_version_says_what_the_other_prompt_makes_and_not_what_was_trained_since():
+    """Version 7 has sampled, and its slot was taken: 9 scores behind both prompts."""
     group, engines = scored(
-        a_group([0, 1], texts=("3", "4")), Engines(NotServed("gone")), versions=(4, 5, 5)
+        a_group([0, 1], texts=("3", "4")), Engines(NotServed("gone")), newest=9, **SOLUTION
     )
-    assert [version for _, version in engines.asked] == [4, 5]
-    assert group.teacher_read[0] == "solution 1"
+    sample, encode = group.samples[0], make_tokenizer().encode
+    other, own = ([*encode(text), *sample.response_ids] for text in (f"4;{PROMPT}", PROMPT))
+    assert engines.asked == [(other, 7), (other, 9), (own, 9)]
+    made = made_up(other, 9)[-2:] - made_up(own, 9)[-2:]
+    np.testing.assert_allclose(group.teacher[0], sample.logprobs + made, rtol=1e-6)
     with pytest.raises(NotServed, match="gone"):
         scored(a_group([0, 1], texts=("3", "4")), Engines(NotServed("gone")))
+
+
+def test_a_sample_of_two_versions_is_scored_by_the_newer_behind_both_prompts():
+    """Behind the other prompt each token stands two places later."""
+    group = a_group([0, 1], texts=("3", "4"))
+    prompt, said = group.samples[0].segments
+    longer = Segment.sampled(said.token_ids, said.logprobs, 8)
+    group.samples[0] = Sample((prompt, said, longer), "stop", "3")
+    group, engines = scored(group)
+    assert [version for _, version in engines.asked] == [8, 8]
+    np.testing.assert_allclose(group.teacher[0], group.samples[0].logprobs - 0.5, rtol=1e-5)
 
 
 def test_a_dying_engine_is_the_tickets_business_and_no_failed_reward():
