@@ -80,6 +80,8 @@ class FrozenStartError(LoraMoeRlError):
 class AdapterError(LoraMoeRlError, ValueError):
     """Adapter tensors that are not what the spec says."""
 
+    exit_code = 2
+
 
 class FileError(LoraMoeRlError, ValueError):
     """A file from elsewhere that is malformed, or that may not be read or written."""

@@ -41,9 +41,8 @@ class RunSource:
     def policy(self, asked: Asked) -> tuple[str, Answers]:
         version = version_in(asked.model)
         if self.has_base and (asked.model == BASE or version is not None):
-            self.base_requests += 1
             beside = self._policy.beside(version, asked.sampling.manner)
-            return asked.model, _Beside(beside, asked.model)
+            return asked.model, _Beside(self, beside, asked.model)
         if wrong := self._differing(asked):
             if not self._overrule:
                 told = f"{wrong}; ask so, or set environment.overrule=true"
@@ -71,15 +70,17 @@ class RunSource:
 class _Beside:
     """A model beside the policy. Raises Refused for a version that is gone."""
 
-    def __init__(self, answers: Answers, model: str):
-        self.answers, self.model = answers, model
+    def __init__(self, source: RunSource, answers: Answers, model: str):
+        self.source, self.answers, self.model = source, answers, model
 
     async def sample(
         self, token_ids: Sequence[int], n: int, turn: Turn | None = None
     ) -> tuple[list[Sample], Ref]:
         try:
-            return await self.answers.sample(token_ids, n, turn)
+            answer = await self.answers.sample(token_ids, n, turn)
         except NotServed as error:
             there = ", ".join([POLICY, *(f"{POLICY}@{one}" for one in error.served), BASE])
             told = f"there is no model {self.model} here any more; there are {there}"
             raise Refused(404, "model_not_found", told) from error
+        self.source.base_requests += 1
+        return answer

@@ -13,18 +13,15 @@ from lora_moe_rl.rollout import speculation
 def loaded_layers(facts: Facts, config: RunConfig) -> int:
     """The layers that predict further tokens, where these guess; embeddings and head are the
     model's own. Of a published model it may not be said how many there are: one."""
-    method = speculation.method(config)
-    if method is None or not method.endswith("mtp"):
+    if speculation.guesser(config) != "layers":
         return 0
     return max(1, facts.prediction_layers, prediction_layers(facts.config))
 
 
 def not_counted(config: RunConfig) -> Iterator[str]:
     """A sentence about a model of its own that guesses, of which nothing is known here."""
-    method = speculation.method(config)
-    if method is None or method in speculation.FROM_TOKENS or method.endswith("mtp"):
-        return
-    yield (
-        f"{speculation.SETTING} has engines load a model that guesses ({method}): its weights and "
-        "KV cache are not counted"
-    )
+    if speculation.guesser(config) == "model":
+        yield (
+            f"{speculation.SETTING} has engines load a model that guesses "
+            f"({speculation.method(config)}): its weights and KV cache are not counted"
+        )

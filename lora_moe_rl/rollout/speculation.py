@@ -14,7 +14,7 @@ vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
@@ -48,6 +48,17 @@ def method(config: RunConfig) -> str | None:
     return named if isinstance(named, str) else None
 
 
+def guesser(config: RunConfig) -> Literal["tokens", "layers", "model"] | None:
+    """What guesses: the tokens so far, the model's own prediction layers, or a model beside it;
+    None where nothing does, or nothing is named."""
+    named = method(config)
+    if named is None:
+        return None
+    if named in FROM_TOKENS:
+        return "tokens"
+    return "layers" if named.endswith("mtp") else "model"
+
+
 def check_speculation(config: RunConfig, shape: ModelShape, cpu: bool) -> None:
     """Raises ConfigError for guesses that vLLM would not take as the policy's samples, or that
     nobody has tried. `cpu`: it is vLLM's CPU build."""
@@ -75,7 +86,7 @@ def check_speculation(config: RunConfig, shape: ModelShape, cpu: bool) -> None:
             f"{said}: vLLM's model runner that records the routes of a MoE model on GPUs does not "
             f"have the method {named}; use mtp, eagle3 or a draft_model"
         )
-    if named in FROM_TOKENS:
+    if guesser(config) == "tokens":
         return
     for key, value, off in (
         ("model.held_once", config.model.held_once, "off"),

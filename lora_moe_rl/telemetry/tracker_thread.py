@@ -31,8 +31,9 @@ class TrackerThread:
     """`folder`: where adapters wait. `say` gets warnings, `kept` tells where all metrics are.
 
     Calls of `tracker` come in the order in which they were asked for here, and never two at once.
-    One that raises, or a queue that is too long, leaves the tracker out from then on. An adapter
-    that cannot be sent is counted, and the next one is tried.
+    One that raises, or a queue that is too long, leaves the tracker out from then on: it is asked
+    for nothing more but to close. An adapter that cannot be sent is counted, and the next one is
+    tried.
     """
 
     def __init__(self, tracker: Tracker, folder: Path, say: Callable[[str], None], kept: Path):
@@ -42,6 +43,7 @@ class TrackerThread:
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._waiting: tuple[int, Callable[[], None]] | None = None  # an adapter's step and call
+        self._last: Callable[[], None] | None = None  # at the end, whatever has failed before
         self._closing = self._left_out = False
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"tracker {self.name}")
         self._thread.start()
@@ -128,21 +130,27 @@ class TrackerThread:
             try:
                 call()
             except Exception as error:
-                self._leave_out(self._why(error, "a call"))
+                why = self._why(error, "a call")
+                if not self._left_out:
+                    self._leave_out(why)
 
     def _next(self) -> Callable[[], None] | None:
         """None once there is nothing left, and nothing will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self._closing)
-            call = self._calls.popleft() if self._calls else None
+            if not self._calls:
+                last, self._last = self._last, None
+                return last
+            call = self._calls.popleft()
             if self._waiting is not None and call is self._waiting[1]:
                 self._waiting = None
             return call
 
     def close(self, failed: bool) -> None:
-        """Asks for the last call. `wait` waits for it."""
-        self._put(lambda: self.tracker.close(failed))
+        """Asks for the last call, also of a tracker that is left out: what it holds on to is given
+        back by it. `wait` waits for it."""
         with self._changed:
+            self._last = lambda: self.tracker.close(failed)
             self._closing = True
             self._changed.notify()
 
@@ -170,5 +178,5 @@ class TrackerThread:
 
     def _under_way(self) -> str:
         with self._changed:
-            waiting = len(self._calls)
+            waiting = len(self._calls) + (self._last is not None)
         return f"the call that is under way and {waiting} more"

@@ -1,8 +1,10 @@
 """Self-distillation with real engines: what a run records of its teacher is what transformers alone
-gives the sampled tokens behind the other prompt, under the adapter of that step."""
+gives the sampled tokens behind the other prompt, under the adapter of that step; and a policy that
+can read a solution learns from it."""
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 
 import numpy as np
@@ -15,15 +17,19 @@ from transformers import AutoModelForCausalLM
 from lora_moe_rl.export import command as export
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
-from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.tiny.arithmetic import problem
+from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
 
 pytestmark = [pytest.mark.timeout(900)]
 
+TEMPLATES = (
+    "algorithm.solution_template={successful_previous_attempt};",
+    "algorithm.reprompt_template={solution}{feedback}{prompt}",
+)
 SETTINGS = (
     *("algorithm=sdpo", "algorithm.prompts_per_step=8", "algorithm.group_size=4"),
     *("algorithm.feedback_key=answer", "algorithm.feedback_template=<{feedback_raw}>"),
-    "algorithm.solution_template={successful_previous_attempt};",
-    "algorithm.reprompt_template={solution}{feedback}{prompt}",
+    *TEMPLATES,
     *("trainer.steps=2", "trainer.warmup_steps=0", "checkpoint.every=1"),
     *("logging.samples_per_step=32", "logging.tokens=true"),
 )
@@ -85,4 +91,86 @@ def test_the_teachers_logprobs_are_those_of_transformers_under_the_adapter_of_th
         assert record["teacher/reverse_kl"] == pytest.approx(mean, rel=SIX_FIGURES)
         assert record["teacher/taught"] == 1 and record["teacher/too_long"] == 0
     assert np.abs(by_hand[0]).max() > 0.1
+    assert not run.leftovers
+
+
+def drawn(rng: random.Random, shown: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 problems and where their answers are. With a number `shown` before the problem, that is
+    what is said, right or wrong: "82;23+58=82"."""
+    encode, sequences = make_tokenizer().encode, []
+    for _ in range(64):
+        prompt, answer = problem(rng)
+        said = str(rng.randrange(199)) if shown else answer
+        before = encode(f"{said};{prompt}" if shown else prompt)
+        sequences.append((before, [*encode(said), token_id("<eos>")]))
+    longest = max(len(before) + len(said) for before, said in sequences)
+    ids = torch.full((64, longest), token_id("<pad>"))
+    wanted = torch.zeros(64, longest, dtype=torch.bool)
+    for row, (before, said) in enumerate(sequences):
+        ids[row, : len(before) + len(said)] = torch.tensor([*before, *said])
+        wanted[row, len(before) : len(before) + len(said)] = True
+    return ids, wanted[:, 1:]
+
+
+def learn_to_read(model, base, steps: int = 400) -> None:
+    """A number before a problem is its answer; without one the model says what `base` would."""
+    rng, optimizer = random.Random(7), torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
+        ids, wanted = drawn(rng, shown=True)
+        said = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        reading = -said.gather(-1, ids[:, 1:, None])[..., 0][wanted].mean()
+        ids, wanted = drawn(rng, shown=False)
+        with torch.no_grad():
+            before = base(input_ids=ids).logits[:, :-1].log_softmax(-1)[wanted]
+        now = model(input_ids=ids).logits[:, :-1].log_softmax(-1)[wanted]
+        kept = (before.exp() * (before - now)).sum(-1).mean()
+        (reading + kept).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """The tiny model, once it reads a solution that stands before a problem."""
+    folder = tmp_path_factory.mktemp("reader")
+    base, model = (
+        AutoModelForCausalLM.from_pretrained(resolve_model("qwen3_moe"), dtype=torch.float32)
+        for _ in range(2)
+    )
+    learn_to_read(model, base)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+ANSWERS = (
+    *("algorithm.success_reward=null", "algorithm.feedback_key=answer"),
+    *("algorithm.feedback_template={feedback_raw};", TEMPLATES[1]),
+)
+LAG = ("schedule.lag=1", "refit.slots=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        (TEMPLATES, 0.2),
+        ((*TEMPLATES, "algorithm.teacher_weights=base"), 0.3),
+        ((*TEMPLATES, "algorithm.teacher_weights=base", *LAG), 0.3),
+        ((*TEMPLATES, "trainer.lr=5e-4", *LAG), 0.2),
+        (ANSWERS, 0.3),
+    ],
+    ids=["solutions", "base reads", "base reads, lag 1", "lag 1, slower", "answers of the rows"],
+)
+def test_a_policy_that_can_read_learns_from_what_it_is_shown(reader, tmp_path, settings, least):
+    asked = (f"model={reader}", "algorithm=sdpo", *settings)
+    run = run_to_end(tmp_path / "run", RECIPE, *asked)
+    records = [*read_jsonl(run.folder / "metrics.jsonl")]
+    first, last = (
+        np.mean([one["reward/mean"] for one in part]) for part in (records[:5], records[-5:])
+    )
+    print(f"reward {first:.3f} -> {last:.3f}")
+    assert len(records) == 40 and last - first > least
     assert not run.leftovers

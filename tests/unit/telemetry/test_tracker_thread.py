@@ -171,16 +171,28 @@ def test_an_adapter_that_cannot_be_sent_is_counted_and_costs_nothing_else(watche
     ]
 
 
-def test_a_server_that_is_gone_is_left_out_with_a_word(watched):
+def test_a_server_that_is_gone_is_left_out_with_a_word_and_closed(watched):
     run = watched(gone=2)
     for step in (1, 2, 3):
         run.thread.write(step, {})
     run.ended()
-    assert run.server.got == [("metrics", 1)]
+    assert run.server.got == [("metrics", 1), ("done",)]
     assert run.said == [
         "the tracker Server failed and is left out from now on: the server is gone. metrics.jsonl "
         "has all metrics"
     ]
+
+
+def test_one_that_cannot_be_closed_either_is_not_said_twice(watched, monkeypatch, caplog):
+    def fails(*_: object) -> None:
+        raise OSError("it is still gone")
+
+    caplog.set_level(logging.INFO)
+    run = watched(gone=1)
+    monkeypatch.setattr(run.server, "close", fails)
+    run.thread.write(1, {})
+    run.ended()
+    assert len(run.said) == 1 and "it is still gone" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -216,7 +228,7 @@ def test_a_tracker_that_never_catches_up_is_left_out_before_it_fills_the_memory(
         run.thread.write(step, {})
     run.server.open.set()
     run.ended()
-    assert run.server.got == [("metrics", 0)]
+    assert run.server.got == [("metrics", 0), ("done",)]
     (said,) = run.said
     assert said.startswith("the tracker Server failed and is left out from now on: it is 5 calls")
 
