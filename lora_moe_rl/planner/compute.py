@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config.teacher import SelfTeacherSettings
 from lora_moe_rl.planner.activations import attended_widths
 from lora_moe_rl.planner.base import base_tensors
 from lora_moe_rl.planner.facts import Facts, Format
@@ -209,7 +210,8 @@ class Roofline:
         self, config: RunConfig, engine: EngineRank, gpu: Gpu, per_node: int, efficiency: Efficiency
     ) -> dict[str, float]:
         """Seconds of a data-parallel rank, which share the work: prefill of every prompt, then
-        decoding in waves of as many sequences as fit."""
+        decoding in waves of as many sequences as fit; and `scoring` where the policy is its own
+        teacher, which reads every sample once more."""
         rollout, algorithm = config.rollout, config.algorithm
         prompts = math.ceil(algorithm.prompts_per_step / (rollout.engines * rollout.dp))
         samples = prompts * (algorithm.group_size + algorithms.make(config).greedy_baseline)
@@ -234,10 +236,22 @@ class Roofline:
         # Each data-parallel rank gathers the tokens of all, and gives back what is of others.
         met = 2 * shape.hidden_size * len(shape.moe_layers) * self.b * (rollout.dp - 1)
         met /= link * efficiency.links
+        once = work.forward / speed + met
+        read_again = samples * self._read_by_teacher(config)
         return {
-            "prefill": prefilled * (work.forward / speed + met),
+            "prefill": prefilled * once,
             "decode": waves * self.lengths.response * (token + batch * met),
+            **({"scoring": read_again * once} if read_again else {}),
         }
+
+    def _read_by_teacher(self, config: RunConfig) -> int:
+        """Tokens of a sample that the engines score once more behind a prompt with a solution, at
+        most; 0 where nobody does. Feedback is as long as it is, and left out."""
+        teacher = algorithms.make(config).teacher
+        if not isinstance(teacher, SelfTeacherSettings):
+            return 0
+        shown = 0 if teacher.success_reward is None else self.lengths.response
+        return self.lengths.sample + shown
 
 
 def _not_hidden(one_way: float, trained: float) -> float:

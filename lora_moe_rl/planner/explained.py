@@ -8,7 +8,7 @@ from lora_moe_rl.planner.hardware import GIB
 from lora_moe_rl.planner.plan import RunPlan
 
 BEST = 3  # layouts that are explained
-OF_ROLLOUT = ("prefill", "decode")
+OF_ROLLOUT = ("prefill", "decode", "scoring")
 SAME = 0.005  # of a step: a smaller difference of seconds is none
 
 

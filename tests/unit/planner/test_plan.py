@@ -54,6 +54,21 @@ def test_ranks_hold_the_whole_model_once(name):
         assert found[tensor] == tensor.size * 8 // cut, tensor.name
 
 
+def test_a_policy_that_teaches_itself_has_every_sample_scored_behind_a_solution():
+    """Of each prompt 8 samples, of which each is scored with prompt and solution, or with feedback,
+    whose length nobody knows; a prompt is prefilled once for its samples."""
+
+    def parts(**algorithm):
+        config = config_of(algorithm={"group_size": 8} | algorithm)
+        assumed = Assumed(Hardware(8), "bf16", "bf16", Lengths(512, 256))
+        return make(find("qwen3-30b-a3b"), config, assumed).seconds.parts
+
+    own, hinted = parts(name="sdpo"), parts(name="sdpo", success_reward=None, feedback_key="hint")
+    assert "scoring" not in parts()
+    assert own["scoring"] == pytest.approx(own["prefill"] * 8 * (512 + 2 * 256) / 512)
+    assert hinted["scoring"] == pytest.approx(own["prefill"] * 8 * (512 + 256) / 512)
+
+
 def test_a_greedy_sample_is_one_more_of_each_prompt_to_engines_and_none_to_trainers():
     def seconds(size: int, advantage: str = "rloo"):
         config = config_of(algorithm={"group_size": size, "advantage": advantage})
