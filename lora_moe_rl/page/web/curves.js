@@ -11,7 +11,7 @@ const total = (values) => (values.length ? number(sum(values)) : "–");
 
 const SECTIONS = [
   ["Learning", ["reward/mean", "policy/entropy", "rollout/response_length", "rollout/truncated", "optim/grad_norm", "optim/skipped", "critic/skipped", "loss/policy",
-    "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl"]],
+    "loss/nll", "loss/dpo", "rewards/margins", "rewards/accuracies", "data/answer_length", "teacher/reverse_kl", "teacher/taught"]],
   ["Evaluation", [/^eval\/.*\/(avg|(pass|maj)@\d+|nll|loss|margins|accuracies)$/]],
   ["Trainer and engines as one policy", ["mismatch/kl", "mismatch/max_abs_logprob_diff", "replay/coverage", "replay/disagreement"]],
   ["Routes", ["experts/busiest", "experts/entropy", "experts/idle"]],
