@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from lora_moe_rl.algorithms.base import Pass
     from lora_moe_rl.data.batch import TrainBatch
-    from lora_moe_rl.data.samples import Group, Played, Prompt, Sample, Scores
+    from lora_moe_rl.data.samples import Group, Prompt, Sample
+    from lora_moe_rl.data.scores import Played, Scores
     from lora_moe_rl.data.told import ToldPrompt
     from lora_moe_rl.data.update_result import UpdateResult
     from lora_moe_rl.files.trainer_state import Saved

@@ -28,7 +28,8 @@ from pydantic import Field, model_validator
 from lora_moe_rl.config import EnvironmentConfig, RunConfig
 from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.section import LONGEST_WAIT_S, is_set
-from lora_moe_rl.data.samples import Details, Group, Played, Prompt, Sample, Scores
+from lora_moe_rl.data.samples import Group, Prompt, Sample
+from lora_moe_rl.data.scores import Details, Played, Scores
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
 from lora_moe_rl.environments.parts.tool_calls import absolute_calls

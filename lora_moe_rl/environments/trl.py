@@ -33,7 +33,8 @@ from lora_moe_rl.config.plugins import PARTS
 from lora_moe_rl.config.section import is_set
 from lora_moe_rl.data.held_out import seed_of_prompt
 from lora_moe_rl.data.maker import PromptMaker
-from lora_moe_rl.data.samples import Group, Played, Prompt
+from lora_moe_rl.data.samples import Group, Prompt
+from lora_moe_rl.data.scores import Played
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.environments.parts.conversation import Conversation, finish, together
 from lora_moe_rl.environments.parts.endings import Failed, no_counts, tried

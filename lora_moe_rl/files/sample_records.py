@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal
-from lora_moe_rl.data.samples import NOT_SAMPLED, Details, Group, Sample
+from lora_moe_rl.data.samples import NOT_SAMPLED, Group, Sample
+from lora_moe_rl.data.scores import Details
 from lora_moe_rl.data.update_result import TokenValues
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from lora_moe_rl.config import RewardConfig, RewardFunction
 from lora_moe_rl.config.section import is_set
-from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
+from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.scores import Details, Played, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.rewards.runner import RewardRunner

@@ -21,7 +21,7 @@ from lora_moe_rl.rewards import verl_style
 from lora_moe_rl.telemetry import names as metrics
 
 if TYPE_CHECKING:
-    from lora_moe_rl.data.samples import Played  # which imports numpy
+    from lora_moe_rl.data.scores import Played  # which imports numpy
 
 Outcome = list[float | str | None]  # a reward, None: not applicable, or why there is none
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_moe_rl.config import RewardFunction
-from lora_moe_rl.data.samples import Details, FunctionRewards, Scores
+from lora_moe_rl.data.scores import Details, FunctionRewards, Scores
 
 
 def combine(functions: Sequence[RewardFunction], scores: Sequence[Scores]) -> Scores:

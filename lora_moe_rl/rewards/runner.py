@@ -12,7 +12,8 @@ import numpy as np
 
 from lora_moe_rl.calls.pool import NoWorker, Pool, WorkerLost
 from lora_moe_rl.config import RewardFunction
-from lora_moe_rl.data.samples import Details, Played, Prompt, Sample, Scores
+from lora_moe_rl.data.samples import Prompt, Sample
+from lora_moe_rl.data.scores import Details, Played, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.rewards.calling import Outcome
 from lora_moe_rl.rewards.turns import fault_of

@@ -10,7 +10,8 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import resolve
-from lora_moe_rl.data.samples import Details, FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details, FunctionRewards
 from lora_moe_rl.data.update_result import TokenValues
 from lora_moe_rl.files.run_dir import RunDir
 from lora_moe_rl.router_replay.table import RouteTable

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from lora_moe_rl.data.samples import Author, Group, Played, Prompt, Sample, Scores, Segment
+from lora_moe_rl.data.samples import Author, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Played, Scores
 from lora_moe_rl.ports import Answers, Policy, Ref, Rewards, Turn
 
 

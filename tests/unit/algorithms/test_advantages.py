@@ -13,7 +13,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import PARTS
-from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import FunctionRewards
 from lora_moe_rl.errors import ConfigError, RewardError
 
 NAN = float("nan")

@@ -10,7 +10,8 @@ from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.algorithms.rloo import RLOO
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import FunctionRewards
 from lora_moe_rl.errors import ConfigError
 
 NAN = float("nan")

@@ -13,7 +13,8 @@ from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.applicable import check_applicable
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.sample_records import sample_record
 from lora_moe_rl.run.reward_metrics import reward_metrics

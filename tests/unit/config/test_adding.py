@@ -21,7 +21,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.plugins import ENVIRONMENTS
 from lora_moe_rl.config.recipes import load_config, resolve
-from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Scores, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.importing import load_function
 from lora_moe_rl.files.run_dir import RunDir

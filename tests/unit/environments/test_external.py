@@ -21,7 +21,8 @@ from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.cluster.held_up import HeldUp
 from lora_moe_rl.cluster.watchdog import marked
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Details, Prompt, Scores
+from lora_moe_rl.data.samples import Prompt
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.endpoint.bodies import Asked, Sampling
 from lora_moe_rl.endpoint.refusal import Refused
 from lora_moe_rl.endpoint.run_source import RunSource

@@ -11,7 +11,8 @@ from speaker import EOS, Speaker
 from written_policy import table_of
 
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Details, Prompt, Scores
+from lora_moe_rl.data.samples import Prompt
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.environments.tools import Tools
 from lora_moe_rl.errors import ConfigError, EngineDied
 from lora_moe_rl.tiny.tokenizer import make_tokenizer

@@ -16,7 +16,8 @@ from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import load_config, resolve
-from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import FunctionRewards
 from lora_moe_rl.errors import RunDirError
 from lora_moe_rl.files.jsonl import read_jsonl, tail
 from lora_moe_rl.files.run_dir import RunDir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lora_moe_rl.config import RewardFunction
-from lora_moe_rl.data.samples import Details, Scores
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.rewards.combining import combine
 
 NAN = float("nan")

@@ -13,7 +13,8 @@ import pytest
 
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
-from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details
 from lora_moe_rl.data.told import ToldPrompt
 from lora_moe_rl.errors import ConfigError, EngineDied, NotServed
 from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher

@@ -14,7 +14,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.config.recipes import resolve
 from lora_moe_rl.data.held_out import seed_of_prompt
-from lora_moe_rl.data.samples import Details, Prompt, Sample, Scores, Segment
+from lora_moe_rl.data.samples import Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.environments.single_turn import SingleTurn
 from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.files import eval_files

@@ -9,7 +9,8 @@ import pytest
 
 from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details
 from lora_moe_rl.errors import EngineDied
 from lora_moe_rl.run.greedy import beside, with_baseline
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RewardFunction
-from lora_moe_rl.data.samples import Details, Group, Prompt, Sample, Scores, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import Details, Scores
 from lora_moe_rl.rewards.combining import combine
 from lora_moe_rl.run.health import REPEAT_STEPS, SAME_STEPS, Health, group_metrics
 

@@ -10,7 +10,8 @@ import pytest
 
 from lora_moe_rl.algorithms.base import Signal
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.data.samples import FunctionRewards, Group, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.scores import FunctionRewards
 from lora_moe_rl.files.sample_records import sample_record
 from lora_moe_rl.run.reward_metrics import metrics_of, reward_metrics, reweight_metrics, set_metrics
 

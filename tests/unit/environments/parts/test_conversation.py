@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_policy import END, WrittenPolicy, check_bound, logprob_of, table_of
 
-from lora_moe_rl.data.samples import NOT_SAMPLED, Details, FunctionRewards, Prompt, Scores
+from lora_moe_rl.data.samples import NOT_SAMPLED, Prompt
+from lora_moe_rl.data.scores import Details, FunctionRewards, Scores
 from lora_moe_rl.environments.parts.conversation import Conversation, finish
 
 
