@@ -10,7 +10,7 @@ from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.reweight import draw
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.errors import RewardError
+from lora_moe_rl.errors import EngineDied, RewardError
 from lora_moe_rl.run.schedule import seed_of
 
 
@@ -28,6 +28,27 @@ def test_a_teacher_scores_each_group_before_its_advantages_are_made():
     assert made.error is None and len(made.trainer.batches) == 2
     for batch in made.trainer.batches:
         assert [one.tolist() for one in batch.advantages] == [[-0.5, -2.0]] * 4
+
+
+class Dying(Teacher):
+    """The engine that is to score dies over the second group, once."""
+
+    def __init__(self):
+        self.groups = 0
+
+    async def score(self, group):
+        self.groups += 1
+        if self.groups == 2:
+            raise EngineDied("gone")
+        await super().score(group)
+
+
+def test_a_group_whose_scoring_engine_died_is_sampled_once_more():
+    algorithm = {"name": "sdpo", "prompts_per_step": 2, "group_size": 2}
+    teacher = Dying()
+    made = run(config=RunConfig(trainer={"steps": 2}, algorithm=algorithm), teacher=teacher)
+    assert made.error is None and len(made.trainer.batches) == 2 and teacher.groups == 5
+    assert len(made.engines.asked) == 5 and len({*made.engines.asked}) == 4
 
 
 REMAX = with_settings(CONFIG, {"algorithm": {"advantage": "remax"}})
