@@ -26,7 +26,8 @@ from lora_moe_rl.errors import ConfigError, DataError, NotServed, RewardError
 from lora_moe_rl.ports import Engines, Watch
 from lora_moe_rl.rewards.teacher import put
 
-THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+# Of many chat templates the prompt ends with <think>, and what is sampled begins behind it.
+THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class SelfTeacher:
     ):
         self.reader, self.engines, self.alone, self._watch = reader, engines, alone, watch
         self._bare, self._newest = reader.settings.teacher_weights == "base", newest
-        self._unknown, self._most_unknown = 0, prompts
+        self._unknown, self._most_unknown = 0, prompts  # the latter 0: somebody gives feedback
 
     async def score(self, group: Group) -> None:
         """Puts the teacher's logprobs into a group, and what it has read. Of a sample without a

@@ -83,6 +83,21 @@ def test_the_teacher_reads_what_trls_would(variant):
             assert (asked if word else None) == next(wanted)
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("<think>\nhm\n</think>\n\n81", "81"),
+        ("hm, or not\n</think>\n\n81", "81"),  # its beginning is in the prompt
+        ("so <think>a</think> 8 <think>b</think>1", "so  8 1"),
+        ("<think> and no end", "<think> and no end"),
+    ],
+)
+def test_thinking_is_left_out_of_a_solution_wherever_it_begins(said, shown):
+    reader = reader_of(remove_thinking=True, **PLAIN, **SOLUTION)
+    asked, word = reader.asked(a_group([0, 1], texts=("3", said)), 0)
+    assert word == "solution 1" and asked == f"{shown};{PROMPT}"
+
+
 def made_up(token_ids, version) -> np.ndarray:
     """A logprob of every token but the first, which tells its place, its id and the version."""
     places = np.arange(len(token_ids), dtype=np.float64)
