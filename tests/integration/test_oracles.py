@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "tests/unit/algorithms/oracles.json"
+SDPO = ROOT / "tests/unit/rewards/sdpo_oracle.json"
 # What uv says where no package index answers.
 NO_INDEX = ("error sending request", "network was disabled")
 # As near as tests/unit/algorithms/test_oracles.py compares them; another CPU rounds otherwise.
@@ -42,11 +43,12 @@ def same(fresh: Any, kept: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_verl_and_trl_in_an_environment_made_anew_say_what_is_committed(tmp_path):
-    """`make oracles`, beside the committed file. What the project's own environment is made of is
+    """`make oracles`, beside the committed files. What the project's own environment is made of is
     taken as it stands."""
-    fresh = tmp_path / "oracles.json"
+    fresh = {COMMITTED: tmp_path / "oracles.json", SDPO: tmp_path / "sdpo.json"}
     own = [word for kind in ("cpu", "gpu") for word in ("-o", f".venv/.setup-{kind}")]
-    where = [f"ORACLES={tmp_path / 'oracles'}", f"RECORDS={fresh}", f"PYTHON={sys.executable}"]
+    where = [f"ORACLES={tmp_path / 'oracles'}", f"PYTHON={sys.executable}"]
+    where += [f"RECORDS={fresh[COMMITTED]}", f"SDPO_RECORDS={fresh[SDPO]}"]
     made = subprocess.run(
         ["make", *own, "oracles", *where], cwd=ROOT, capture_output=True, text=True
     )
@@ -54,8 +56,9 @@ def test_verl_and_trl_in_an_environment_made_anew_say_what_is_committed(tmp_path
     if made.returncode and any(words in said for words in NO_INDEX):
         pytest.skip(f"no package index can be reached: {said.strip().splitlines()[-1]}")
     assert made.returncode == 0, said
-    found = json.loads(fresh.read_text())
-    assert not list(differences(found, json.loads(COMMITTED.read_text())))
+    for kept, made_anew in fresh.items():
+        found = json.loads(made_anew.read_text())
+        assert not list(differences(found, json.loads(kept.read_text())))
 
 
 def test_a_number_that_is_another_one_is_found_and_named():
