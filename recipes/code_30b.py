@@ -3,6 +3,8 @@ when the tests of its row pass, in a sandbox.
 
     python recipes/code_30b.py data.path=mine.jsonl
     lora-moe-rl check recipes/code_30b.py                        # calls the reward, before a start
+    python recipes/code_30b.py data.path=mine.jsonl algorithm=sdpo algorithm.feedback_key=errors \\
+        algorithm.remove_thinking=true model.max_length=16384    # learns from what went wrong
 
 Rows are {"prompt": ..., "tests": ...}; the eight of recipes/data/code_small.jsonl show the form and
 are no training set.
@@ -15,6 +17,7 @@ Watch `reward/mean`, and `reward/failed`: a sandbox that cannot run is a failure
 
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import lora_moe_rl.recipe
@@ -31,21 +34,29 @@ from lora_moe_rl.config import (
 from lora_moe_rl.planner.hardware import Hardware
 from lora_moe_rl.tools.sandbox import Sandbox
 
+SHOWN = 1500  # characters of what a program wrote, the last ones
 
-def passes(completions: list, tests: list[str], **_) -> list[float]:
-    """1 where the last block of Python of a completion passes the tests of its row, else 0."""
+
+def passes(completions: list, tests: list[str], log_extra: Callable, **_) -> list[float]:
+    """1 where the last block of Python of a completion passes the tests of its row, else 0; logs
+    what went wrong."""
     sandbox, pairs = Sandbox(wall_s=10), zip(completions, tests, strict=True)
-    return [float(_passes(sandbox, one, test)) for one, test in pairs]
+    errors = [_error(sandbox, one, test) for one, test in pairs]
+    log_extra("errors", errors)
+    return [float(error is None) for error in errors]
 
 
-def _passes(sandbox: Sandbox, completion: list | str, test: str) -> bool:
+def _error(sandbox: Sandbox, completion: list | str, test: str) -> str | None:
+    """What the program wrote when it did not pass."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
     blocks = re.findall(r"```(?:python)?\n(.*?)```", text, re.S)
     if not blocks:
-        return False
+        return "There is no block of Python in the answer."
     passed = secrets.token_hex(8)  # which only a program that came to its end prints
     ran = sandbox.run(f"{blocks[-1]}\n{test}\nprint({passed!r})")
-    return passed in ran.text
+    if passed in ran.text:
+        return None
+    return ran.text[-SHOWN:]
 
 
 hardware = Hardware(gpus=8, gpu="h100")

@@ -94,7 +94,11 @@ def test_what_is_right_code_passes_and_what_is_not_or_ends_early_does_not():
     block = "It is\n```python\n{}\n```\n".format
     texts = [block("def f(n):\n    return 2 * n"), block("def f(n):\n    return n")]
     texts += [block("import sys\nsys.exit(0)"), "def f(n): return 2 * n", block("def f(")]
-    assert passes(texts, ["assert f(3) == 6"] * len(texts)) == [1, 0, 0, 0, 0]
+    logged = {}
+    assert passes(texts, ["assert f(3) == 6"] * len(texts), logged.__setitem__) == [1, 0, 0, 0, 0]
+    right, wrong, early, unmarked, broken = logged["errors"]
+    assert right is None and "AssertionError" in wrong and "SyntaxError" in broken
+    assert early == "[no output]" and unmarked.startswith("There is no block")
 
 
 def test_rows_that_show_the_form_are_read_by_their_recipes():
