@@ -82,14 +82,14 @@ class SelfTeacherSettings(Section):
     @field_validator(*PLACES)
     @classmethod
     def _has_its_places(cls, value: str, info: ValidationInfo) -> str:
-        wanted = PLACES[str(info.field_name)]
+        wanted, said = PLACES[str(info.field_name)], f"algorithm.{info.field_name}={value!r}"
         try:
             found = [name for _, name, _, _ in Formatter().parse(value) if name is not None]
         except ValueError as error:
-            raise ValueError(f"{value!r} is no template: {error}; write a brace twice") from error
+            raise ValueError(f"{said} is no template: {error}; write a brace twice") from error
         if sorted(found) != sorted(wanted):
             places = " and ".join(f"{{{name}}}" for name in wanted)
-            raise ValueError(f"{value!r} must hold {places}, each once, and no other place")
+            raise ValueError(f"{said} must hold {places}, each once, and no other place")
         return value
 
     @model_validator(mode="after")

@@ -273,7 +273,10 @@ def test_a_prompt_that_ends_with_another_speaker_fails_its_samples():
         (["group_size=1"], "leaves none to show"),
         (["feedback_template={feedback_raw}!"], "no effect with algorithm.feedback_key=null"),
         (["success_reward=null", "feedback_key=a", "remove_thinking=true"], "success_reward=null"),
-        (["reprompt_template={prompt}"], "must hold {prompt} and {solution} and {feedback}"),
+        (
+            ["reprompt_template={prompt}"],
+            "reprompt_template=.* must hold {prompt} and {solution} and {feedback}",
+        ),
         (["reprompt_template={prompt}{solution}{feedback}{more}"], "no other place"),
         (["solution_template={successful_previous_attempt.__class__}"], "no other place"),
         (["solution_template={"], "is no template"),
