@@ -301,6 +301,14 @@ class Group:
                 f"{len(self.samples)} samples; a group has one for each, NaN where there is none"
             )
 
+    @property
+    def taught(self) -> list[bool] | None:
+        """Of each sample whether a teacher that is the policy itself has read more than its prompt;
+        None without one."""
+        if self.teacher_read is None:
+            return None
+        return [word not in ("", TOO_LONG) for word in self.teacher_read]
+
     def asked(self, index: int) -> Any:
         """What a sample begins with, a text or messages: the row's prompt, if its environment has
         not made another of it."""

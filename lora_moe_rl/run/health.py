@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_moe_rl.algorithms.base import Signal, apart
-from lora_moe_rl.data.samples import Group
+from lora_moe_rl.data.samples import TOO_LONG, Group
 from lora_moe_rl.telemetry import names
 
 SAME_STEPS = 5  # steps in a row whose rewards are all one number
@@ -63,6 +63,12 @@ class Health:
                 "rollout.temperature"
             )
         shares = group_metrics(groups, self._within)
+        words = [word for group in groups for word in group.teacher_read or ()]
+        if long := words.count(TOO_LONG):
+            return (
+                f"the policy could read nothing as its own teacher, nothing is learned: {long} of "
+                f"{len(words)} samples had no room for it in model.max_length; raise that"
+            )
         return (
             f"no group has an advantage, nothing is learned: of {len(groups)} groups "
             f"{shares[names.SOLVED_ALL]:.0%} have one same reward above 0 for all their samples, "

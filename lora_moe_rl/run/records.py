@@ -125,8 +125,11 @@ class Records:
             rewards = group.rewards[~np.isnan(group.rewards)]
             last = f"all {rewards[0]:g}" if rewards.size else "none at all"
             of = f"{steps} steps" if steps > 1 else "one step"
+            why = "samples with equal rewards"
+            if group.taught is not None:
+                why = "no sample that its teacher could read more of; rewards"
             raise RewardError(
-                f"{self._drawn_again} prompts of {of} had samples with equal rewards (the "
+                f"{self._drawn_again} prompts of {of} had {why} (the "
                 f"last: {last}), more than algorithm.draw_again={algorithm.draw_again} times "
                 f"prompts_per_step={algorithm.prompts_per_step} allow; the prompts are too easy or "
                 "too hard, or the reward does not tell samples apart: raise algorithm.draw_again, "

@@ -181,14 +181,15 @@ def read_metrics(groups: Sequence[Group]) -> dict[str, float]:
     their prompt, and for how many there was no room. Nothing without such a teacher."""
     if all(group.teacher_read is None for group in groups):
         return {}
-    words = [
-        word
+    found = [
+        (taught, word == TOO_LONG)
         for group in groups
-        for word, reward in zip(group.teacher_read or (), group.rewards, strict=True)
+        for taught, word, reward in zip(
+            group.taught or (), group.teacher_read or (), group.rewards, strict=True
+        )
         if not np.isnan(reward)
     ]
-    long, taught = words.count(TOO_LONG), sum(word not in ("", TOO_LONG) for word in words)
-    shares = [count / len(words) if words else math.nan for count in (taught, long)]
+    shares = np.mean(found, axis=0).tolist() if found else [math.nan, math.nan]
     return dict(zip((names.TEACHER_TAUGHT, names.TEACHER_TOO_LONG), shares, strict=True))
 
 

@@ -207,6 +207,9 @@ class PolicyGradient(Algorithm):
             return bool((differences > self.settings.equal_within).any())
         if self._advantage.compares_turns:
             return any(one.any() for one in self.signals([group])[0].advantages)
+        if group.taught is not None:
+            compared = self._advantage.settings.reward_weight > 0
+            return any(group.taught) or (compared and super().has_signal(group))
         if not self._advantage.separates_rewards:
             return super().has_signal(group)
         failed = np.isnan(group.rewards)

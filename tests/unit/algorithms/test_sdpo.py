@@ -68,3 +68,18 @@ def test_loss_and_gradient_are_trls(oracle):
     gradient = np.array(oracle["gradient"]).reshape(-1)
     np.testing.assert_allclose(logprobs.grad.numpy(), gradient, **CLOSE)
     assert (gradient != 0).sum() > 5
+
+
+def read(words, rewards=(0, 0), **settings) -> bool:
+    group = a_group(LOSSES[0])
+    group.samples, group.rewards = group.samples[:2], np.array(rewards, np.float32)
+    group.teacher_read = words
+    return made(draw_again=2, **settings).has_signal(group)
+
+
+def test_a_prompt_of_which_nothing_is_learned_may_be_drawn_again():
+    """Rewards tell it apart only where they are learned from too."""
+    assert read(["", "solution 0"], (1, 1)) and read(["feedback", "too long"])
+    assert not read(["", "too long"]) and not read(["", ""], (0, 1))
+    assert read(["", ""], (0, 1), reward_weight=0.5)
+    assert not read(["", ""], (1, 1), reward_weight=0.5)

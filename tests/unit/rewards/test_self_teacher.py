@@ -281,7 +281,6 @@ def test_a_prompt_that_ends_with_another_speaker_fails_its_samples():
         (["solution_template={successful_previous_attempt.__class__}"], "no other place"),
         (["solution_template={"], "is no template"),
         (["teacher_url=http://x/v1"], "teacher_url"),
-        (["draw_again=1"], "learns from them all the same"),
     ],
 )
 def test_settings_that_have_no_meaning_are_refused(settings, reason):

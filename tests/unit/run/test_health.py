@@ -52,6 +52,15 @@ def test_a_step_without_any_signal_is_told_of():
     assert len(look(health, 2 + REPEAT_STEPS, group(0, 0), group(1, 1))) == 1
 
 
+def test_where_there_was_no_room_to_read_that_is_said():
+    one, other = group(1, 1), group(0, 0)
+    one.teacher_read, other.teacher_read = ["too long", "too long"], ["", ""]
+    (told,) = look(Health(), 1, one, other)
+    assert "2 of 4 samples had no room for it in model.max_length" in told
+    one.teacher_read = ["", ""]
+    assert look(Health(), 1, one, other)[0].startswith("step 1: no group has an advantage")
+
+
 def test_without_groups_the_advice_is_of_the_greedy_sample():
     (told,) = look(Health(greedy=True), 1, group(1), group(0))
     assert told.startswith("step 1: no sample has an advantage, nothing is learned: each has the")

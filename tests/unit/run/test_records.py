@@ -147,6 +147,17 @@ def test_each_step_that_is_filled_ahead_may_replace_as_many_prompts(tmp_path):
         records.drawn_again(easy)
 
 
+def test_prompts_of_which_a_policy_could_read_nothing_are_said_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = RunConfig(algorithm={"name": "sdpo", "draw_again": 1, "prompts_per_step": 1})
+    records = Records(config, None, tmp_path, None, None, None, done=0, dtype="float32")
+    hard = a_group()
+    hard.rewards[:], hard.teacher_read = 0, [""] * len(hard.samples)
+    records.drawn_again(hard)
+    with pytest.raises(RewardError, match="had no sample that its teacher could read more of"):
+        records.drawn_again(hard)
+
+
 def test_with_lag_so_many_more_steps_are_filled_at_once(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     config = RunConfig(
