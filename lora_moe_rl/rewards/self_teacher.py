@@ -154,8 +154,17 @@ class SelfTeacher:
     async def score(self, group: Group) -> None:
         """Puts the teacher's logprobs into a group, and what it has read. Of a sample without a
         reward, where others give them, and of one with nothing to read, they are the policy's own.
-        Raises ConfigError once so many prompts were without the feedback that is asked for."""
+        Raises ConfigError for samples that begin with other tokens than their row's prompt, and
+        once so many prompts were without the feedback that is asked for."""
         self._look_for_feedback(group)
+        for sample in group.samples:
+            if not np.array_equal(sample.prompt_ids, group.prompt.token_ids):
+                raise ConfigError(
+                    f"prompt {group.prompt.number}: its environment begins a sample with other "
+                    "tokens than those of the row's prompt, which a policy that teaches itself "
+                    "reads once more; say begins_with_row = False in its class, and take a "
+                    "teacher behind a server (algorithm=opd)"
+                )
         read = [""] * len(group.samples)
 
         async def one(index: int) -> np.ndarray:

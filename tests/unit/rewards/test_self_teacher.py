@@ -258,6 +258,15 @@ def test_an_answer_of_something_else_fails_the_sample(answer):
     assert "not all of them finite, of the 2 tokens" in group.failures[0]
 
 
+def test_an_environment_that_writes_other_prompts_is_no_silent_fault():
+    group = a_group([0, 1, 1])
+    prompt, said = group.samples[1].segments
+    other = Segment.given("user", [*prompt.token_ids, 4])
+    group.samples[1] = Sample((other, said), "stop", "4")
+    with pytest.raises(ConfigError, match="prompt 3: its environment begins a sample with other"):
+        scored(group)
+
+
 def test_a_prompt_that_ends_with_another_speaker_fails_its_samples():
     group = a_group([0, 1, 1])
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1"}]
