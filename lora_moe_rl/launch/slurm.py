@@ -47,10 +47,12 @@ python -m lora_moe_rl.launch.wait_nodes {job.nodes}
 
 # The run ends after its step, with a checkpoint, when Slurm wants the nodes back; started again,
 # it goes on from there.
+told= sent= driver=
+tell() {{ told=1; if [ -n "$driver" ]; then sent=1; kill -TERM "$driver"; fi; }}
+trap tell TERM
 {job.train} &
 driver=$!
-told=
-trap 'told=1; kill -TERM $driver' TERM
+if [ -n "$told" ] && [ -z "$sent" ]; then tell; fi # while it was started
 code=0
 wait $driver || code=$?
 if [ "$code" -gt 128 ]; then # it was the signal that ended the wait

@@ -83,7 +83,7 @@ def test_a_job_that_slurm_ends_is_queued_again_unless_its_run_is_done(tmp_path, 
     """The end of the script, by bash, with a run that ends when it is told, and a Slurm that writes
     down what it is asked."""
     script = (launch(tmp_path, "slurm") / "run.sbatch").read_text()
-    end = script[script.index("lora-moe-rl train") :]
+    end = script[script.index("told=") :]
     programs, asked = tmp_path / "bin", tmp_path / "asked"
     programs.mkdir()
     tell = 'kill -TERM "$PPID"; sleep 20 & wait' if told else ""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -160,6 +161,15 @@ def test_a_console_that_is_gone_ends_nothing_either(run_dir, tmp_path):
     assert driver.returncode == 0 and (tmp_path / "there").exists()
 
 
+def names_of(processes: list[psutil.Process]) -> list[str]:
+    """Of those that are still there."""
+    found = []
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            found.append(one.name())
+    return found
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_between_two_lives_is_heard(run_dir, tmp_path, number):
     """It waits for what the dead run has left. The first process of a container would not hear of a
@@ -167,7 +177,7 @@ def test_a_signal_between_two_lives_is_heard(run_dir, tmp_path, number):
     orphan = "setsid sleep 3 > /dev/null 2>&1 &"
     driver = start(run_dir, f"{orphan} kill -9 $$", f"touch {tmp_path}/later")
     run = psutil.Process(driver.pid)
-    while not any(child.name() == "sleep" for child in run.children()):  # it was adopted
+    while "sleep" not in names_of(run.children()):  # until it was adopted
         time.sleep(0.05)
     driver.send_signal(number)
     driver.communicate(timeout=600)
