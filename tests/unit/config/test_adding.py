@@ -52,6 +52,20 @@ def test_a_recipe_of_the_docs_resolves_and_its_reward_is_found(tmp_path, page):
     assert reward(completions=["12", "13"], answer=["12", "12"]) == [1.0, 0.0]
 
 
+def test_what_the_docs_show_of_evaluations_and_data_sets_is_what_a_recipe_has(tmp_path):
+    """Each in a folder of its own: Python imports a file once."""
+    evaluation, data, generator = (tmp_path / name for name in ("evaluation", "data", "generator"))
+    for folder in (evaluation, data, generator):
+        folder.mkdir()
+    evaluated = load_config(toy(ROOT / "docs/evaluation.md", evaluation)).eval
+    assert (evaluated.every, evaluated.sets["aime"].samples) == (20, 16)
+    drawn = load_config(toy(ROOT / "docs/data.md", data, place=1)).data.sets
+    assert {name: one.ratio for name, one in drawn.items()} == {"math": 3, "code": 1}
+    sums = load_function(f"{toy(ROOT / 'docs/data.md', generator)}:sums")
+    first, second = (next(sums(seed)) for seed in (1, 2))
+    assert first.keys() == {"prompt", "answer"} and first != second
+
+
 def sample(length: int, finish_reason="stop") -> Sample:
     response = Segment.sampled([7] * length, np.zeros(length, np.float32), version=4)
     return Sample((Segment.given("user", [1, 2]), response), finish_reason, "7" * length)
