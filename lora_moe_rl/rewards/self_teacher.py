@@ -65,11 +65,10 @@ class Reader:
 
     def asked(self, group: Group, index: int) -> tuple[Any, str]:
         """The other prompt as text or messages, and what it holds; '' where that is nothing."""
-        solution, feedback = self._solution(group, index), self._feedback(group, index)
-        shown = "" if solution is None else self._text(group.samples[solution])
-        words = [f"solution {solution}"] if shown else []
+        (place, solution), feedback = self._solution(group, index), self._feedback(group, index)
+        words = [f"solution {place}"] if solution else []
         words += ["feedback"] if feedback else []
-        return self.written(group.prompt, shown, feedback), ", ".join(words)
+        return self.written(group.prompt, solution, feedback), ", ".join(words)
 
     def written(self, prompt: Prompt, solution: str, feedback: str) -> Any:
         """A prompt with what the teacher reads beside it, '' for nothing. Raises RewardError for
@@ -98,16 +97,16 @@ class Reader:
         except DataError as error:
             raise RewardError(str(error)) from error
 
-    def _solution(self, group: Group, index: int) -> int | None:
-        """The first sample of another conversation of the prompt that has succeeded."""
+    def _solution(self, group: Group, index: int) -> tuple[int, str]:
+        """The place and the text of the first sample of another conversation of the prompt that has
+        succeeded, and said anything; '' where there is none."""
         least, conversations = self.settings.success_reward, group.conversation_of
         if least is None:
-            return None
-        for other in group.ends.tolist():
-            succeeded = group.rewards[other] >= least and self._text(group.samples[other])
-            if succeeded and conversations[other] != conversations[index]:
-                return other
-        return None
+            return -1, ""
+        for other in group.ends[conversations[group.ends] != conversations[index]].tolist():
+            if group.rewards[other] >= least and (text := self._text(group.samples[other])):
+                return other, text
+        return -1, ""
 
     def _text(self, sample: Sample) -> str:
         if not self.settings.remove_thinking:
@@ -149,7 +148,8 @@ class SelfTeacher:
     ):
         self.reader, self.engines, self.alone, self._watch = reader, engines, alone, watch
         self._bare, self._newest = reader.settings.teacher_weights == "base", newest
-        self._unknown, self._most_unknown = 0, prompts  # the latter 0: somebody gives feedback
+        self._prompts = prompts
+        self._without_feedback: int | None = 0  # prompts so far; None: somebody gives it
 
     async def score(self, group: Group) -> None:
         """Puts the teacher's logprobs into a group, and what it has read. Of a sample without a
@@ -216,13 +216,16 @@ class SelfTeacher:
 
     def _look_for_feedback(self, group: Group) -> None:
         if self.reader.knows_feedback(group):
-            self._most_unknown = 0
-        elif self._most_unknown and (self.alone or not np.isnan(group.rewards).all()):
-            self._unknown += 1
-            if self._unknown >= self._most_unknown:
-                key = self.reader.settings.feedback_key
-                raise ConfigError(
-                    f"algorithm.feedback_key={key}: of {self._unknown} prompts none has a column "
-                    f"of that name, and no reward function has logged one (log_extra('{key}', "
-                    "values)); name one that is there"
-                )
+            self._without_feedback = None
+        unrewarded = not self.alone and np.isnan(group.rewards).all()  # nothing was logged
+        if self._without_feedback is None or unrewarded:
+            return
+        self._without_feedback += 1
+        if self._without_feedback < self._prompts:
+            return
+        key = self.reader.settings.feedback_key
+        raise ConfigError(
+            f"algorithm.feedback_key={key}: of {self._prompts} prompts none has a column of that "
+            f"name, and no reward function has logged one (log_extra('{key}', values)); name one "
+            "that is there"
+        )

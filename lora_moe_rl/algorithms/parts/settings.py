@@ -239,7 +239,8 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         if not PARTS["advantage"].find(self.advantage).needs_teacher:
             return
         weight = getattr(self, "reward_weight")  # noqa: B009 (of the part)
-        if self.draw_again and not isinstance(self, SelfTeacherSettings):
+        itself = isinstance(self, SelfTeacherSettings)
+        if self.draw_again and not itself:
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose rewards are all "
                 f"equal, and algorithm.advantage={self.advantage} learns from them all the same; "
@@ -260,8 +261,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 f"algorithm.overlong_buffer={self.overlong_buffer} takes from rewards, which teach "
                 "nothing with algorithm.reward_weight=0; set one of them"
             )
-        alone = isinstance(self, SelfTeacherSettings) and self.feedback_key is None
-        if self.group_size == 1 and alone:
+        if itself and self.feedback_key is None and self.group_size == 1:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} shows a prompt's samples to each other, and "
                 "algorithm.group_size=1 leaves none to show; set algorithm.feedback_key"

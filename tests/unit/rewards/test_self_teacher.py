@@ -21,11 +21,7 @@ from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 ORACLE = json.loads((Path(__file__).parent / "sdpo_oracle.json").read_text())
-# TRL's options and ours.
-KEYS = {
-    "success_reward_threshold": "success_reward",
-    "remove_thinking_from_demonstration": "remove_thinking",
-}
+# TRL's variants in our settings.
 OPTIONS = {
     "as it is": {},
     "lower": {"success_reward": 0.5},
