@@ -3,7 +3,6 @@ Hugging Face computes them, whatever was guessed."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_moe_rl.ports import Manner
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
+from lora_moe_rl.verify.hf import in_float64
 
 pytestmark = pytest.mark.timeout(900)
 EXACT = 2e-6  # logits, float32
@@ -33,7 +33,8 @@ OF_ITS_LAYER = {"method": "mtp", "num_speculative_tokens": 1}
 def engine(request, ray_session, tmp_path_factory) -> Iterator[EngineUnderTest]:
     """Guesses by the base, of all of which it would have said itself, or by a prediction layer."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = save_random_model(request.param, folder)
+    # At this temperature the rounding of a float32 reference is as large as the engine's.
+    model = save_random_model(request.param, folder).double()
     guesses = OF_THE_BASE | {"model": str(folder)}
     if request.param == "deepseek_v3":
         guesses = OF_ITS_LAYER
@@ -69,13 +70,6 @@ def add_prediction_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """At this temperature the rounding of a float32 reference is as large as the engine's."""
-    exact = copy.deepcopy(model).double()
-    exact.set_experts_implementation("eager")  # grouped products take no float64
-    return exact
-
-
 def prompts_that_repeat(seed: int) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     return [
@@ -97,11 +91,10 @@ def test_logprobs_and_routes_are_the_policys(engine):
     samples, table, tensors, _ = sampled(engine, 2, prompts_that_repeat(2))
     guessed, taken = np.sum([sample.segments[1].drafts for sample in samples], axis=0)
     assert guessed > 200 and taken > 20
-    with engine.merged(tensors) as model:
-        exact = in_float64(model)
+    with engine.merged(tensors) as model, in_float64(model):
         for i, sample in enumerate(samples):
             token_ids = sample.token_ids.tolist()
-            logprobs, routes = reference(exact, engine.spec, token_ids, TEMPERATURE)
+            logprobs, routes = reference(model, engine.spec, token_ids, TEMPERATURE)
             theirs = logprobs[len(sample.prompt_ids) - 1 :]
             np.testing.assert_allclose(sample.logprobs, theirs, atol=EXACT / TEMPERATURE, rtol=0)
             rows = slice(table.offsets[i], table.offsets[i + 1])
@@ -123,7 +116,7 @@ def test_what_is_taken_is_drawn_from_the_policy(engine):
     that is taken too often, or too seldom, pulls it to one side."""
     samples, _, tensors, _ = sampled(engine, 4, prompts_that_repeat(4), n=40)
     found, expected, variance = 0.0, 0.0, 0.0
-    with engine.merged(tensors) as model, torch.no_grad():
+    with engine.merged(tensors) as model, in_float64(model), torch.no_grad():
         for sample in samples:
             start, token_ids = len(sample.prompt_ids) - 1, sample.token_ids.tolist()
             logits = model(torch.tensor([token_ids])).logits[0, start:-1].double()
