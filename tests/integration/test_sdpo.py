@@ -4,21 +4,21 @@ can read a solution learns from it."""
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 
+import hf
 import numpy as np
 import pytest
 import torch
 from cli_run import RECIPE
+from solution_reader import save_reader
 from test_run import check_records, run_to_end
 from transformers import AutoModelForCausalLM
 
 from lora_moe_rl.export import command as export
 from lora_moe_rl.files.jsonl import read_jsonl
 from lora_moe_rl.models.directory import resolve_model
-from lora_moe_rl.tiny.arithmetic import problem
-from lora_moe_rl.tiny.tokenizer import make_tokenizer, token_id
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -34,13 +34,6 @@ SETTINGS = (
     *("logging.samples_per_step=32", "logging.tokens=true"),
 )
 SIX_FIGURES = 1e-5  # of the records, relative
-
-
-def logprobs(model, ids: list[int], count: int) -> np.ndarray:
-    """Of the last `count` tokens."""
-    with torch.no_grad():
-        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return found.gather(1, torch.tensor(ids[1:])[:, None])[-count:, 0].numpy()
 
 
 def right_answer(prompt: str) -> str:
@@ -82,7 +75,8 @@ def test_the_teachers_logprobs_are_those_of_transformers_under_the_adapter_of_th
         assert len(own) == len(of_tokens) == 32
         differences, by_hand = [], []
         for prompt, one in zip(other_prompts(own), of_tokens, strict=True):
-            wanted = logprobs(model, [*encode(prompt), *one["ids"]], len(one["ids"]))
+            every = hf.logprobs(model, [*encode(prompt), *one["ids"]])
+            wanted = every[-len(one["ids"]) :]
             sampled = np.array(one["logprobs"])
             differences.append(np.abs(wanted - sampled - one["advantages"]).max())
             by_hand.append(sampled - wanted)
@@ -94,54 +88,11 @@ def test_the_teachers_logprobs_are_those_of_transformers_under_the_adapter_of_th
     assert not run.leftovers
 
 
-def drawn(rng: random.Random, shown: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """64 problems and where their answers are. With a number `shown` before the problem, that is
-    what is said, right or wrong: "82;23+58=82"."""
-    encode, sequences = make_tokenizer().encode, []
-    for _ in range(64):
-        prompt, answer = problem(rng)
-        said = str(rng.randrange(199)) if shown else answer
-        before = encode(f"{said};{prompt}" if shown else prompt)
-        sequences.append((before, [*encode(said), token_id("<eos>")]))
-    longest = max(len(before) + len(said) for before, said in sequences)
-    ids = torch.full((64, longest), token_id("<pad>"))
-    wanted = torch.zeros(64, longest, dtype=torch.bool)
-    for row, (before, said) in enumerate(sequences):
-        ids[row, : len(before) + len(said)] = torch.tensor([*before, *said])
-        wanted[row, len(before) : len(before) + len(said)] = True
-    return ids, wanted[:, 1:]
-
-
-def learn_to_read(model, base, steps: int = 400) -> None:
-    """A number before a problem is its answer; without one the model says what `base` would."""
-    rng, optimizer = random.Random(7), torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
-        ids, wanted = drawn(rng, shown=True)
-        said = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-        reading = -said.gather(-1, ids[:, 1:, None])[..., 0][wanted].mean()
-        ids, wanted = drawn(rng, shown=False)
-        with torch.no_grad():
-            before = base(input_ids=ids).logits[:, :-1].log_softmax(-1)[wanted]
-        now = model(input_ids=ids).logits[:, :-1].log_softmax(-1)[wanted]
-        kept = (before.exp() * (before - now)).sum(-1).mean()
-        (reading + kept).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
     """The tiny model, once it reads a solution that stands before a problem."""
     folder = tmp_path_factory.mktemp("reader")
-    base, model = (
-        AutoModelForCausalLM.from_pretrained(resolve_model("qwen3_moe"), dtype=torch.float32)
-        for _ in range(2)
-    )
-    learn_to_read(model, base)
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    save_reader(folder)
     return folder
 
 
