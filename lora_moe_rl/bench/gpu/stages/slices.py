@@ -26,7 +26,7 @@ from lora_moe_rl.planner import facts
 from lora_moe_rl.planner.compute import Flops, flops
 from lora_moe_rl.planner.trainer import RankClass, TrainerMemory
 from lora_moe_rl.run.performance import peak_of
-from lora_moe_rl.verify.processes import apart
+from lora_moe_rl.verify.processes import apart, quickest
 
 RANK, ALPHA = 16, 32
 SEQUENCES, TOKENS = {"cuda": 16, "cpu": 4}, {"cuda": 1025, "cpu": 33}
@@ -44,15 +44,10 @@ NARROW = {
 
 def run(parts: Parts, device: str, *wanted: str) -> None:
     """`wanted`: MODEL:LAYERS:RECOMPUTE, with a name of planner/models."""
-    start = "spawn" if device == "cuda" else "forkserver"
     for done, one in enumerate(wanted):
         job = (measure, str(parts.path), one, device)
-        share = left_s() / (len(wanted) - done)
-        parts.part(one, lambda job=job, share=share: _apart(*job, timeout_s=share, start=start))
-
-
-def _apart(*job: Any, timeout_s: float, start: str) -> dict[str, Any]:
-    return apart("slice", *job, timeout_s=timeout_s, start=start)
+        limits = {"timeout_s": left_s() / (len(wanted) - done), "start": quickest()}
+        parts.part(one, lambda job=job, limits=limits: apart("slice", *job, **limits))
 
 
 def hf_config(name: str, layers: int, device: str) -> dict[str, Any]:
