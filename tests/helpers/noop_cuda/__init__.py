@@ -20,7 +20,9 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-DEVICE, DRIVER = (Path(__file__).with_name(name) for name in ("device.c", "driver.c"))
+DEVICE, DRIVER, NVML = (
+    Path(__file__).with_name(name) for name in ("device.c", "driver.c", "nvml.c")
+)
 OTHERS = re.compile(r"(?:cuda|cublas|nccl)[A-Z]\w*")
 BY_NAME = re.compile(rb"\0(cu[A-Z]\w{5,})(?=\0)")
 DEFINED = re.compile(r"^[a-z].*?(\w+)\(", re.MULTILINE)
@@ -61,13 +63,14 @@ def environment(folder: Path) -> dict[str, str]:
     driver = DRIVER.read_text()
     wanted = _of_the_driver() - {*DEFINED.findall(driver)}
     driver += "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(wanted))
-    key = hashlib.sha256((source + driver).encode()).hexdigest()[:12]
+    key = hashlib.sha256((source + driver + NVML.read_text()).encode()).hexdigest()[:12]
     built = folder / f"noop_cuda-{key}"
     if not built.exists():
         scratch = folder / f"{built.name}.{os.getpid()}"
         scratch.mkdir(parents=True)
         _compile(source, scratch / "device.so")
         _compile(driver, scratch / "libcuda.so.1")
+        _compile(NVML.read_text(), scratch / "libnvidia-ml.so.1")
         scratch.rename(built)
     return {
         **os.environ,
@@ -81,14 +84,24 @@ def environment(folder: Path) -> dict[str, str]:
 
 def _asked_by_torch() -> set[str]:
     """Functions of CUDA, cuBLAS and NCCL that torch's libraries want of others."""
-    libraries = sorted((_package("torch") / "lib").glob("*.so"))
+    libraries = [*(_package("torch") / "lib").glob("*.so"), *_of_others()]
     command = ["nm", "-D", "--undefined-only", *map(str, libraries)]
     return {*OTHERS.findall(subprocess.run(command, capture_output=True, text=True).stdout)}
 
 
+def _of_others() -> list[Path]:
+    """Libraries of vLLM and NIXL."""
+    there = _package("torch").parent
+    return [*_package("vllm").rglob("*.so"), *there.glob("nixl_cu13.libs/**/*.so*")]
+
+
 def _of_the_driver() -> set[str]:
-    """Functions of the driver that torch asks for by name."""
-    found: set[str] = set()
+    """Functions of the driver that torch asks for by name, and vLLM and Triton."""
+    command = ["nm", "-D", "--undefined-only", *map(str, _of_others())]
+    wanted = subprocess.run(command, capture_output=True, text=True).stdout
+    found = {*re.findall(r"\b(cu[A-Z]\w*)", wanted)}
+    triton = (_package("triton") / "backends/nvidia/driver.c").read_text()
+    found |= {*re.findall(r"\b(cu[A-Z]\w*)", triton)}
     for name in ("libc10_cuda.so", "libtorch_cuda.so"):
         with (
             open(_package("torch") / "lib" / name, "rb") as file,

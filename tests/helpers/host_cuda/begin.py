@@ -1,0 +1,83 @@
+"""What every process with such a GPU begins with."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+# vLLM's kernels for adapters are asked for float32 too, in which rounding hides nothing.
+REWRITTEN = {
+    f"vllm.lora.ops.triton_ops.{name}": (
+        "dtype in [torch.float16, torch.bfloat16]",
+        "dtype in [torch.float16, torch.bfloat16, torch.float32]",
+    )
+    for name in ("lora_shrink_op", "lora_expand_op")
+}
+
+
+def _operators(module: ModuleType) -> None:
+    from host_cuda import vllm_ops
+
+    vllm_ops.install()
+
+
+def _flash_attention(module: ModuleType) -> None:
+    from host_cuda import flash_attention
+
+    flash_attention.install(module)
+
+
+def _router(module: ModuleType) -> None:
+    module.is_available = lambda: False  # type: ignore[attr-defined]  # compiled for a GPU at its first use
+
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "vllm._custom_ops": _operators,
+    "vllm.vllm_flash_attn.flash_attn_interface": _flash_attention,
+    "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16": _router,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Changes some of vLLM's modules as they are imported."""
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname not in AFTER and fullname not in REWRITTEN:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        assert spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        spec.loader = Loader(fullname, spec.loader.path)
+        return spec
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def get_data(self, path: str) -> bytes:
+        data = super().get_data(path)
+        if self.name not in REWRITTEN:
+            return data
+        old, new = (one.encode() for one in REWRITTEN[self.name])
+        assert old in data, f"{self.name} has changed"
+        return data.replace(old, new)
+
+    def get_code(self, fullname: str):
+        """Of the source: what is cached is of another one."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if self.name in AFTER:
+            AFTER[self.name](module)
+
+
+def begin() -> None:
+    from host_cuda import interpreter, operators
+
+    warnings.filterwarnings("ignore", message=".*verriding a previously registered kernel.*")
+    sys.meta_path.insert(0, Finder())
+    operators.install()
+    interpreter.install()

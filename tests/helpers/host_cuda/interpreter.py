@@ -1,0 +1,60 @@
+"""Triton's interpreter, on the device's own memory, and with bfloat16 (it has it as uint16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from triton import language as tl
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+from host_cuda.operators import on_host
+
+DOT, BINARY = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op
+
+
+def install() -> None:
+    GridExecutor._init_args_hst = lambda self, args, kwargs: (
+        [_on_host(one) for one in args],
+        {key: _on_host(one) for key, one in kwargs.items()},
+    )
+    GridExecutor._restore_args_dev = lambda self, *all: None
+    InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.binary_op = _binary
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cuda":
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        return on_host(value)
+    if isinstance(value, tuple):
+        made = [_on_host(one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value
+
+
+def _dot(self, a, b, d, *more):
+    return DOT(self, _widened(a), _widened(b), d, *more)
+
+
+def _binary(self, left, right, op):
+    if left.dtype.scalar != tl.bfloat16:
+        return BINARY(self, left, right, op)
+    found = op(_widened(left).data, _widened(right).data)
+    if found.dtype == bool:
+        return TensorHandle(found, tl.int1)
+    return TensorHandle(_rounded(found), tl.bfloat16)
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _rounded(numbers: np.ndarray) -> np.ndarray:
+    """Of float32, to the nearest even bfloat16."""
+    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,0 +1,63 @@
+"""What is asked of a GPU, with numbers, on a machine without one: see tests/helpers/host_cuda."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import host_cuda
+import noop_cuda
+import pytest
+
+pytestmark = [
+    pytest.mark.seconds,
+    pytest.mark.skipif(bool(noop_cuda.missing()), reason=noop_cuda.missing()),
+]
+TESTS = Path(__file__).parents[1] / "gpu"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("host_cuda")
+
+
+def passed(folder: Path, tests: str, *more: str, timeout_s: float) -> int:
+    """How many tests of that file of tests/gpu have."""
+    command = ("-m", "pytest", "-q", str(TESTS / tests), *more)
+    shown = host_cuda.run(folder, *command, timeout_s=timeout_s)
+    assert "skipped" not in shown
+    found = re.search(r"(\d+) passed", shown)
+    return int(found[1]) if found else 0
+
+
+def test_versions_go_from_gpu_to_gpu(folder):
+    """By CUDA IPC, and out of page-locked memory; checksums of a part on the device. NIXL asks the
+    driver for more than there is."""
+    assert passed(folder, "test_channels.py", "-k", "not nixl", timeout_s=200) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trainers_step_is_that_of_the_cpu(folder):
+    """With Triton's kernels of adapters, in float32 and bfloat16."""
+    assert passed(folder, "test_trainer_step.py", timeout_s=800) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(host_cuda.without_vllm()), reason=host_cuda.without_vllm())
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("qwen3_moe", "float32", 1e-5),
+        ("qwen3_moe", "bfloat16", 0.3),
+        ("deepseek_v3", "bfloat16", 0.3),  # vLLM has MLA on GPUs in 16 bits alone
+    ],
+)
+def test_vllms_cuda_build_serves_what_hugging_face_computes(name, dtype, tolerance, folder):
+    """Its V2 model runner, and the slots that its kernels read adapters from."""
+    shown = host_cuda.run(folder, "-m", "host_cuda.engine", name, dtype, timeout_s=800)
+    found = json.loads(shown.splitlines()[-1])
+    assert found["base"] < tolerance and found["adapter"] < tolerance
+    assert found["effect"] > 1
