@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import hf
+import host_cuda
 import numpy as np
 import pytest
 import ray
@@ -35,9 +37,11 @@ ONE_RANK = TrainerConfig()
 Tensors = dict[str, np.ndarray]
 HERE = Path(__file__).parent
 # Of an engine's actor, which finds what tests import.
+IMPORTED = os.pathsep.join([host_cuda.SITE, str(HERE), str(HERE.parent / "helpers")])
 ACTOR = {
     "num_cpus": 1,
-    "runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE}:{HERE.parent / 'helpers'}"}},
+    "num_gpus": int(host_cuda.here()),
+    "runtime_env": {"env_vars": {"PYTHONPATH": IMPORTED}},
 }
 
 
@@ -216,6 +220,9 @@ def of_folder(
         "rollout": {"max_response_tokens": 24, "stop_token_ids": tuple(range(16))},
         **settings,
     }
+    if host_cuda.here():
+        settings["trainer"] = {"dtype": "float32"} | settings.get("trainer", {})
+        settings["rollout"] = host_cuda.ROLLOUT | settings["rollout"]
     shape = ModelShape.from_hf_config(json.loads((folder / "config.json").read_text()))
     of_experts = {"expert_rank": 4, "expert_alpha": 4} if shape.moe_layers else {}
     adapter = {"rank": 6, "alpha": 12} | of_experts | settings.pop("adapter", {})

@@ -61,3 +61,22 @@ def test_vllms_cuda_build_serves_what_hugging_face_computes(name, dtype, toleran
     found = json.loads(shown.splitlines()[-1])
     assert found["base"] < tolerance and found["adapter"] < tolerance
     assert found["effect"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(bool(host_cuda.without_vllm()), reason=host_cuda.without_vllm())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("refit.transport=cuda_ipc",),
+        ("placement.mode=colocated",),
+        ("placement.mode=colocated", "placement.gives_back=weights"),
+    ],
+)
+def test_a_run_has_trainer_and_engine_on_one_gpu(settings, folder):
+    shown = host_cuda.run(folder, "-m", "host_cuda.demo", *settings, timeout_s=1200)
+    steps = json.loads(shown.splitlines()[-1])
+    assert [one["replay/coverage"] for one in steps] == [1, 1]
+    assert all(0 < one["mismatch/kl"] < 1e-4 for one in steps)
+    assert steps[-1]["optim/grad_norm"] > 0

@@ -22,6 +22,19 @@ from pathlib import Path
 import noop_cuda
 
 VARIABLE = "HOST_CUDA"
+SITE = str(Path(__file__).with_name("site"))
+# Triton's interpreter takes seconds for a batch, and vLLM tries the largest one first.
+ROLLOUT = {
+    "max_num_seqs": 8, "enforce_eager": True, "gpu_memory_utilization": 0.3,
+    "engine_args": {
+        "max_num_batched_tokens": 64, "kernel_config": {"enable_flashinfer_autotune": False}
+    },
+}  # fmt: skip
+
+
+def here() -> bool:
+    """Whether this process has such a GPU."""
+    return VARIABLE in os.environ
 
 
 def without_vllm() -> str:
@@ -34,7 +47,6 @@ def without_vllm() -> str:
 def environment(folder: Path, gib: int = 6) -> dict[str, str]:
     """Of a process with such a GPU, of so much memory. `folder`: for what is compiled."""
     given = noop_cuda.environment(folder)
-    site = str(Path(__file__).with_name("site"))
     return given | {
         VARIABLE: "1",
         "NOOP_CUDA_LOUD": "1",
@@ -42,7 +54,7 @@ def environment(folder: Path, gib: int = 6) -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": os.pathsep.join([site, given["PYTHONPATH"]]),
+        "PYTHONPATH": os.pathsep.join([SITE, given["PYTHONPATH"]]),
     }
 
 

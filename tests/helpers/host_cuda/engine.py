@@ -3,7 +3,7 @@
     python -m host_cuda.engine qwen3_moe float32
 
 The last line is the largest difference of a logprob, of the base and with a published adapter, and
-the largest that the adapter makes; and whether the recorded routes are those of Hugging Face.
+the largest that the adapter makes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import host_cuda
 from lora_moe_rl.bench.gpu.stages.engine import Bench
 from lora_moe_rl.bench.model import save_tiny
 from lora_moe_rl.rollout.engine import RolloutEngine
 from lora_moe_rl.verify.comparisons import largest
-
-# Triton's interpreter takes seconds for a batch, and vLLM tries the largest one first.
-ROLLOUT = {
-    "max_num_seqs": 8, "enforce_eager": True, "gpu_memory_utilization": 0.3,
-    "engine_args": {
-        "max_num_batched_tokens": 64, "kernel_config": {"enable_flashinfer_autotune": False}
-    },
-}  # fmt: skip
 
 
 def main(name: str, dtype: Any) -> dict[str, Any]:
@@ -38,7 +31,7 @@ def main(name: str, dtype: Any) -> dict[str, Any]:
         bench.config = bench.engine.config = config.model_copy(
             update={
                 "trainer": config.trainer.model_copy(update={"dtype": dtype}),
-                "rollout": config.rollout.model_copy(update=ROLLOUT),
+                "rollout": config.rollout.model_copy(update=host_cuda.ROLLOUT),
             }
         )
         expected = bench.of_hugging_face()
