@@ -196,8 +196,8 @@ def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
             # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two,
             # and serves other numbers than are trained on.
             E8M0_VARIABLE: "0",
-            # By default vLLM forks where this process has not used its GPU. Where it has computed on
-            # several cores, the forked one waits for ever for threads that it does not have.
+            # By default vLLM forks where this process has not used its GPU. Where it has computed
+            # on several cores, the forked one waits for ever for threads that it does not have.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
     if not entry_points(group="vllm.general_plugins", name="lora_moe_rl"):

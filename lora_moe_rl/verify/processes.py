@@ -48,8 +48,9 @@ class Processes:
 
     Process i makes an object by `make(i, *args)`, whose methods may be coroutines; its `shutdown`,
     where it has one, is called at the end. `names[i]` is how errors call it, and `variables[i]` are
-    set in its environment. `start` is a start method of multiprocessing, see `quickest`. `grace_s`: how long a process may take to end.
-    `as_raised`: a LoraMoeRlError is raised here as it is, and not within an ActorFailed.
+    set in its environment. `start` is a start method of multiprocessing, see `quickest`.
+    `grace_s`: how long a process may take to end. `as_raised`: a LoraMoeRlError is raised here as
+    it is, and not within an ActorFailed.
     """
 
     def __init__(
