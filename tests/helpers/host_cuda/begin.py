@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,18 @@ REWRITTEN = {
     )
     for name in ("lora_shrink_op", "lora_expand_op")
 }
+
+
+def _torch(module: ModuleType) -> None:
+    from host_cuda import operators
+
+    operators.install()
+
+
+def _interpreter(module: ModuleType) -> None:
+    from host_cuda import interpreter
+
+    interpreter.install()
 
 
 def _operators(module: ModuleType) -> None:
@@ -35,15 +48,25 @@ def _router(module: ModuleType) -> None:
     module.is_available = lambda: False  # type: ignore[attr-defined]  # compiled for a GPU at its first use
 
 
+def _runtime(module: ModuleType) -> None:
+    """What it opens by its path is CUDA's own."""
+    module.find_loaded_library = (  # type: ignore[attr-defined]
+        lambda _: os.environ["LD_PRELOAD"]
+    )
+
+
 AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _torch,
+    "triton.runtime.interpreter": _interpreter,
     "vllm._custom_ops": _operators,
     "vllm.vllm_flash_attn.flash_attn_interface": _flash_attention,
     "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16": _router,
+    "vllm.distributed.device_communicators.cuda_wrapper": _runtime,
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Changes some of vLLM's modules as they are imported."""
+    """Changes some modules as they are imported."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname not in AFTER and fullname not in REWRITTEN:
@@ -64,9 +87,10 @@ class Loader(importlib.machinery.SourceFileLoader):
         return data.replace(old, new)
 
     def get_code(self, fullname: str):
-        """Of the source: what is cached is of another one."""
+        if self.name not in REWRITTEN:
+            return super().get_code(fullname)
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        return self.source_to_code(self.get_data(path), path)  # what is cached is of another one
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -75,9 +99,6 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 def begin() -> None:
-    from host_cuda import interpreter, operators
-
+    """Nothing is imported for it: there are processes without torch."""
     warnings.filterwarnings("ignore", message=".*verriding a previously registered kernel.*")
     sys.meta_path.insert(0, Finder())
-    operators.install()
-    interpreter.install()

@@ -25,6 +25,8 @@ SETTINGS = [
 
 def main(*more: str) -> list[dict[str, float]]:
     demo.STEPS = 2
+    if "placement.mode=colocated" in more:  # else each has half of the GPU
+        demo.SHARED = ["rollout.gpu_memory_utilization=0.3"]
     settings = [*demo.SETTINGS, "trainer.steps=2", *SETTINGS]
     with tempfile.TemporaryDirectory() as folder:
         demo.save_random(Path(folder))

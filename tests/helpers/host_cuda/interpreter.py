@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton import language as tl
+import triton.language as tl
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from host_cuda.operators import on_host
