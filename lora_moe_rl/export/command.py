@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,10 @@ from lora_moe_rl.rollout.facts import SLOT_RANKS, slot_rank
 if TYPE_CHECKING:
     from lora_moe_rl.adapters.families import ModelShape
     from lora_moe_rl.adapters.peft_config import Form as PeftForm
-    from lora_moe_rl.adapters.spec import AdapterSpec
     from lora_moe_rl.config import ModelConfig
     from lora_moe_rl.export.merged import MergeReport
     from lora_moe_rl.export.merged_weights import Form
+    from lora_moe_rl.files.adapter_source import Source
 
 ABOUT = """\
 Write what a run trained for other tools: as a PEFT adapter, or merged into its base.
@@ -178,7 +179,7 @@ def _export_peft(options: argparse.Namespace) -> int:
         f"{spec.num_parameters:,} parameters"
     )
     _say_template(options.out, template)
-    _say_use(options, spec, model, form, template is not None)
+    _say_use(options, replace(found, spec=spec), model, form, template is not None)
     return 0
 
 
@@ -206,7 +207,7 @@ def _say_template(out: Path, template: str | None) -> None:
 
 def _say_use(
     options: argparse.Namespace,
-    spec: AdapterSpec,
+    written: Source,
     base: ModelConfig,
     form: PeftForm,
     own_template: bool,
@@ -216,6 +217,7 @@ def _say_use(
     from lora_moe_rl.models.directory import base_name
     from lora_moe_rl.rollout.serve_command import serve_command, serving_of
 
+    spec = written.spec
     if options.critic:
         print(
             "load it with AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1) "
@@ -229,7 +231,8 @@ def _say_use(
         named = options.out.name, str(out)
         if base.revision is not None:
             more = [*more, "--revision", base.revision]
-        print(serve_command(base_name(str(base.path)), named, slot_rank(spec), mla, more))
+        served = base_name(str(base.path)), named, slot_rank(spec), mla, more
+        print(serve_command(*served, form=written.form))
 
 
 def _export_merged(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from lora_moe_rl.files import checkpoint
 from lora_moe_rl.files.checkpoint_contents import check_adapter, slice_of
 from lora_moe_rl.files.trainer_state import CRITIC, POLICY, Whose, files
 from lora_moe_rl.files.untrusted import SafeFile, inside, read_json
+from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import find_local
 from lora_moe_rl.models.fingerprint import check_unchanged, fingerprint
 from lora_moe_rl.telemetry import console
@@ -35,6 +36,7 @@ class Source:
 
     `config.model.path` is its base as the run named it, or as `adapter_config.json` names it.
     `base` is what the run kept of it (`base_model.base_record`); a PEFT directory keeps nothing.
+    `form` is that of a base that is quantised in a way we know.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Source:
     tensors: dict[str, np.ndarray]
     config: RunConfig
     base: dict[str, Any] | None
+    form: quantised.Form | None
 
     @property
     def fingerprint(self) -> str | None:
@@ -143,7 +146,8 @@ def _from_checkpoint(
     tensors = {name: served(spec, name, whole) for name, whole in tensors.items()}
     base_model = {"path": metadata["base"]["path"], "revision": metadata["base"].get("revision")}
     config = RunConfig(model=base_model, adapter=AdapterConfig(**metadata["adapter"]))
-    return Source(path, spec, tensors, config, metadata["base"])
+    form = _form(metadata["base"]["config"])
+    return Source(path, spec, tensors, config, metadata["base"], form)
 
 
 def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
@@ -156,10 +160,15 @@ def _from_peft(path: Path, base: Path | None, order: Order | None) -> Source:
             f"{path} is of the base {named!r}{of}, which is no directory here; give it with "
             "--base DIR"
         )
-    shape = ModelShape.from_hf_config(read_json(directory / "config.json"))
+    config = read_json(directory / "config.json")
+    shape, form = ModelShape.from_hf_config(config), _form(config)
     spec, tensors = peft_import.read(path, shape, order)
     _warn_of_another(path, named, directory)
-    return Source(path, spec, tensors, RunConfig(model=str(directory)), None)
+    return Source(path, spec, tensors, RunConfig(model=str(directory)), None, form)
+
+
+def _form(config: dict[str, Any]) -> quantised.Form | None:
+    return None if any(quantised.refused(config)) else quantised.form(config)
 
 
 def _warn_of_another(path: Path, named: Any, base: Path) -> None:

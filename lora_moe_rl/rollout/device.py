@@ -36,6 +36,11 @@ from lora_moe_rl.upstream.versions import installed
 
 GIB = 2**30
 E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
+# By default vLLM quantises dense FP8 weights anew, with scales that are powers of two, and serves
+# other numbers than are trained on.
+FP8_VARIABLES = {E8M0_VARIABLE: "0"}
+# Of INT4 experts with an adapter, on GPUs: what vLLM would fall back to, Triton's, never reads it.
+INT4_MOE_BACKEND = "marlin"
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
 # Of vLLM's additional_config: our FP8 classes on the CPU quantise activations, too.
 FP8_ACTIVATIONS = "lora_moe_rl_fp8_activations"
@@ -193,9 +198,7 @@ def environment(config: RolloutConfig, cpu: bool) -> dict[str, str]:
     variables = {ENGINE_VARIABLE: "1", RANKS_VARIABLE: str(config.dp)}
     if not cpu:
         return variables | {
-            # By default vLLM quantises dense FP8 weights anew, with scales that are powers of two,
-            # and serves other numbers than are trained on.
-            E8M0_VARIABLE: "0",
+            **FP8_VARIABLES,
             # By default vLLM forks where this process has not used its GPU. Where it has computed
             # on several cores, the forked one waits for ever for threads that it does not have.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -262,8 +265,7 @@ def engine_args(
     else:
         args |= _lora_args(config, spec)
         if not cpu and _is_int4(model_dir):
-            # What vLLM would fall back to, Triton's experts, never reads an adapter.
-            args["moe_backend"] = "marlin"
+            args["moe_backend"] = INT4_MOE_BACKEND
     if config.rollout.tp > 1:
         # The engine's own node has all its ranks. Unasked, vLLM has Ray start them where a
         # placement group is at hand, which the CPU build refuses.

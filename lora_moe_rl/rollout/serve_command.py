@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.rollout.device import environment
+from lora_moe_rl.models import quantised
+from lora_moe_rl.rollout.device import FP8_VARIABLES, INT4_MOE_BACKEND, environment
 from lora_moe_rl.upstream.versions import installed
 
 CPU_KV_BYTES = 2**28
@@ -30,9 +31,15 @@ class ServeCommand:
 
 
 def serve_command(
-    model: str, adapter: tuple[str, str] | None, rank: int, mla: bool, more: Sequence[str] = ()
+    model: str,
+    adapter: tuple[str, str] | None,
+    rank: int,
+    mla: bool,
+    more: Sequence[str] = (),
+    form: quantised.Form | None = None,
 ) -> ServeCommand:
-    """`adapter` is its name and directory, `rank` that of the slots; `more` are further arguments.
+    """`adapter` is its name and directory, `rank` that of the slots; `more` are further arguments,
+    `form` is that of a quantised model.
 
     vLLM's CPU build needs our plug-in, which the environment turns on (without it the first request
     for an adapter of experts fails in vLLM's own code), and arguments of its own.
@@ -42,6 +49,8 @@ def serve_command(
     if adapter is not None:
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
         words += ["=".join(adapter)]
+        if form == "int4" and not cpu:
+            words += ["--moe-backend", INT4_MOE_BACKEND]
     if cpu:
         words += ["--dtype", "float32"] if "--dtype" not in more else []
         words += ["--enforce-eager", "--no-async-scheduling", "--no-enable-chunked-prefill"]
@@ -49,7 +58,8 @@ def serve_command(
         words += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
         if mla:  # vLLM 0.31's C++ CPU rotary op is wrong for MLA's 3-D input
             words += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
-    return ServeCommand(environment(RunConfig().rollout, cpu=True) if cpu else {}, words)
+    of_gpus = FP8_VARIABLES if form == "fp8" else {}
+    return ServeCommand(environment(RunConfig().rollout, cpu=True) if cpu else of_gpus, words)
 
 
 def serving_of(shape: ModelShape) -> tuple[bool, list[str]]:

@@ -22,6 +22,7 @@ import psutil
 
 from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.errors import ExportError
+from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.serve_command import serve_command, serving_of
 
 HOST = "127.0.0.1"
@@ -153,7 +154,8 @@ def start(
     more += ["--generation-config", "vllm", "--no-enable-prefix-caching"]
     served = None if adapter is None else (ADAPTER, str(adapter))
     mla, of_family = serving_of(shape)
-    command = serve_command(str(model), served, rank, mla, [*of_family, *more])
+    all_more, form = [*of_family, *more], quantised.form_in(model)
+    command = serve_command(str(model), served, rank, mla, all_more, form)
     with tempfile.TemporaryDirectory(prefix="lora-moe-rl-serve-") as folder:
         log = Path(folder) / "log"
         with open(log, "wb") as output:
