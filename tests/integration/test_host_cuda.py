@@ -15,6 +15,13 @@ pytestmark = [
     pytest.mark.skipif(bool(noop_cuda.missing()), reason=noop_cuda.missing()),
 ]
 TESTS = Path(__file__).parents[1] / "gpu"
+REFUSED = {
+    "values": "a tensor of the host among those of a device",
+    "index": "of a tensor of the host, by indices of a device",
+    "numpy": "can't convert cuda:0 device type tensor to numpy",
+    "collective": "No backend type associated with device type cpu",
+    "kernel": "cannot be accessed from Triton (cpu tensor?)",
+}
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +29,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("host_cuda")
 
 
-def passed(folder: Path, tests: str, *more: str, timeout_s: float) -> int:
+def passed(folder: Path, tests: str, *more: str, timeout_s: float, gpus: int = 1) -> int:
     """How many tests of that file of tests/gpu have."""
     command = ("-m", "pytest", "-q", str(TESTS / tests), *more)
-    shown = host_cuda.run(folder, *command, timeout_s=timeout_s)
+    shown = host_cuda.run(folder, *command, timeout_s=timeout_s, gpus=gpus)
     assert "skipped" not in shown
     found = re.search(r"(\d+) passed", shown)
     return int(found[1]) if found else 0
@@ -38,10 +45,19 @@ def test_versions_go_from_gpu_to_gpu(folder):
 
 
 @pytest.mark.slow
+def test_what_a_gpu_refuses_is_refused(folder):
+    shown = host_cuda.run(folder, "-m", "host_cuda.refusals", timeout_s=200)
+    said = json.loads(shown.splitlines()[-1])
+    for name, reason in REFUSED.items():
+        assert reason in said.pop(name, "nothing"), name
+    assert not said
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trainers_step_is_that_of_the_cpu(folder):
-    """With Triton's kernels of adapters, in float32 and bfloat16."""
-    assert passed(folder, "test_trainer_step.py", timeout_s=800) == 4
+def test_a_trainers_steps_are_those_of_the_cpu(folder):
+    """With Triton's kernels of adapters, in float32 and bfloat16, of one rank and of two."""
+    assert passed(folder, "test_trainer_step.py", timeout_s=800, gpus=2) == 11
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ computed on the same memory:
     operators.py     torch's own: the CPU's kernel of each
     interpreter.py   Triton's: its interpreter
     vllm_ops.py      vLLM's own, and flash-attention: what each does, in torch
+    nccl.py          NCCL's groups: gloo's, of tensors on a GPU alone
 
 A kernel that is launched all the same ends the process, with its stack. Not to be seen here: what
-waits, how long anything takes, CUDA's own kernels and libraries, graphs, several GPUs.
+waits, how long anything takes, CUDA's own kernels and libraries, graphs, processes of several GPUs.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ def without_vllm() -> str:
     return "" if installed("vllm") else "needs vLLM's CUDA build: make setup GPU=1"
 
 
-def environment(folder: Path, gib: int = 6) -> dict[str, str]:
-    """Of a process with such a GPU, of so much memory. `folder`: for what is compiled."""
+def environment(folder: Path, gib: int = 6, gpus: int = 1) -> dict[str, str]:
+    """Of a process with so many such GPUs, of so much memory each. `folder`: for what is
+    compiled."""
     given = noop_cuda.environment(folder)
     return given | {
         VARIABLE: "1",
         "NOOP_CUDA_LOUD": "1",
         "NOOP_CUDA_GIB": str(gib),
+        "NOOP_CUDA_DEVICES": str(gpus),
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -58,11 +61,11 @@ def environment(folder: Path, gib: int = 6) -> dict[str, str]:
     }
 
 
-def run(folder: Path, *arguments: str, timeout_s: float) -> str:
+def run(folder: Path, *arguments: str, timeout_s: float, gpus: int = 1) -> str:
     """What `python *arguments` prints there."""
     child = subprocess.run(
-        [sys.executable, *arguments], env=environment(folder), capture_output=True, text=True,
-        timeout=timeout_s,
+        [sys.executable, *arguments], env=environment(folder, gpus=gpus), capture_output=True,
+        text=True, timeout=timeout_s,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-6000:]
     return child.stdout

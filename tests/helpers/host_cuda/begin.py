@@ -26,6 +26,12 @@ def _torch(module: ModuleType) -> None:
     operators.install()
 
 
+def _groups(module: ModuleType) -> None:
+    from host_cuda import nccl
+
+    nccl.install(module)
+
+
 def _interpreter(module: ModuleType) -> None:
     from host_cuda import interpreter
 
@@ -44,6 +50,11 @@ def _flash_attention(module: ModuleType) -> None:
     flash_attention.install(module)
 
 
+def _shrink(module: ModuleType) -> None:
+    """A GPU has 64 programs add up one sum, of which the interpreter would take each by itself."""
+    module.is_batch_invariant = True  # type: ignore[attr-defined]
+
+
 def _router(module: ModuleType) -> None:
     module.is_available = lambda: False  # type: ignore[attr-defined]  # compiled for a GPU at its first use
 
@@ -57,8 +68,10 @@ def _runtime(module: ModuleType) -> None:
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _torch,
+    "torch.distributed.distributed_c10d": _groups,
     "triton.runtime.interpreter": _interpreter,
     "vllm._custom_ops": _operators,
+    "vllm.lora.ops.triton_ops.utils": _shrink,
     "vllm.vllm_flash_attn.flash_attn_interface": _flash_attention,
     "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16": _router,
     "vllm.distributed.device_communicators.cuda_wrapper": _runtime,

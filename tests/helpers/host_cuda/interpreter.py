@@ -7,11 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpreterBuilder,
+    InterpreterOptions,
+    TensorHandle,
+)
 
 from host_cuda.operators import on_host
 
 DOT, BINARY = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op
+PATCH = interpreter._patch_lang
+PATCHED: set[Any] = set()
 
 
 def install() -> None:
@@ -20,8 +28,20 @@ def install() -> None:
         {key: _on_host(one) for key, one in kwargs.items()},
     )
     GridExecutor._restore_args_dev = lambda self, *all: None
+    interpreter._patch_lang = _patch_once
+    # What a compiled kernel has in debugging alone, and half of the time here.
+    interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.binary_op = _binary
+
+
+def _patch_once(function: Any) -> Any:
+    """Triton's language stays that of the interpreter. It would be looked through at each call of a
+    kernel, and of a function in one, which is a quarter of the time."""
+    if function not in PATCHED:
+        PATCHED.add(function)
+        PATCH(function)
+    return interpreter._LangPatchScope()  # with nothing to take back
 
 
 def _on_host(value: Any) -> Any:

@@ -14,8 +14,8 @@ KEPT = {
     "resize_", "record_stream", "is_set_to", "view_as_real", "view_as_complex", "_pin_memory",
     "is_pinned",
 }  # fmt: skip
-# Operators that take a tensor of the host beside those of the device.
-MIXED = {"_copy_from", "index.Tensor", "index_put_", "_index_put_impl_"}
+# Operators that take indices of the host, too, for a tensor of the device.
+INDEXING = {"index.Tensor", "index_put_", "_index_put_impl_"}
 ELSE = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _libraries: list[torch.library.Library] = []
 _generators: dict[int, torch.Generator] = {}
@@ -49,7 +49,7 @@ class Computed:
 
     def __init__(self, name: str):
         packet, _, overload = name.partition(".")
-        self.name, self.mixed = name, name in MIXED
+        self.name, self.mixed = name, name in INDEXING or name == "_copy_from"
         self.packet = getattr(torch.ops.aten, packet)
         self.op = getattr(self.packet, overload or "default")
         schema = self.op._schema
@@ -59,6 +59,8 @@ class Computed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.name in INDEXING:
+            _check_indexing(self.name, *args[:3])
         args = tuple(self._host(one, seen) for one in args)
         kwargs = {key: self._host(one, seen) for key, one in kwargs.items()}
         # A number in the place of a tensor: torch's own choice of the overload.
@@ -93,6 +95,15 @@ class Computed:
                     on_host(original).copy_(value)
                 return original
         return on_device(value)
+
+
+def _check_indexing(
+    name: str, tensor: torch.Tensor, indices: Any, values: torch.Tensor | None = None
+) -> None:
+    if tensor.device.type != "cuda":
+        raise RuntimeError(f"{name}: of a tensor of the host, by indices of a device")
+    if values is not None and values.device.type != "cuda" and values.dim():
+        raise RuntimeError(f"{name}: values of the host for a tensor of a device")
 
 
 def _generator(of: torch.Generator) -> torch.Generator:

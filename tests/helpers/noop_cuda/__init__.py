@@ -20,8 +20,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-DEVICE, DRIVER, NVML = (
-    Path(__file__).with_name(name) for name in ("device.c", "driver.c", "nvml.c")
+DEVICE, DRIVER, NVML, MACHINE = (
+    Path(__file__).with_name(name) for name in ("device.c", "driver.c", "nvml.c", "machine.h")
 )
 OTHERS = re.compile(r"(?:cuda|cublas|nccl)[A-Z]\w*")
 BY_NAME = re.compile(rb"\0(cu[A-Z]\w{5,})(?=\0)")
@@ -63,7 +63,9 @@ def environment(folder: Path) -> dict[str, str]:
     driver = DRIVER.read_text()
     wanted = _of_the_driver() - {*DEFINED.findall(driver)}
     driver += "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(wanted))
-    key = hashlib.sha256((source + driver + NVML.read_text()).encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        (source + driver + NVML.read_text() + MACHINE.read_text()).encode()
+    ).hexdigest()[:12]
     built = folder / f"noop_cuda-{key}"
     if not built.exists():
         scratch = folder / f"{built.name}.{os.getpid()}"
@@ -113,7 +115,8 @@ def _of_the_driver() -> set[str]:
 
 def _compile(source: str, path: Path) -> None:
     headers = _package("triton") / "backends" / "nvidia" / "include"
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{headers}", "-xc", "-", "-o", str(path)]
+    included = [f"-I{folder}" for folder in (headers, MACHINE.parent)]
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", *included, "-xc", "-", "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True)
 
 

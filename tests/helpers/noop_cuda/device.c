@@ -11,12 +11,12 @@
 #include <fcntl.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define GIB (1ull << 30)
+#include "machine.h"
+
 #define DONE_UP_TO (1u << 20) /* bytes of a fill, or of a copy within the device */
 
 enum { NOBODYS = 0, LOCKED = 1, DEVICES = 2 }; /* cudaMemoryType */
@@ -67,14 +67,18 @@ int noop_cuda_kind(const void *pointer) {
   return kind;
 }
 
-/* The device: an H200, of 141 GiB where NOOP_CUDA_GIB says nothing else. */
+/* The device: an H200. A process has one, of those that it sees. */
 
-static size_t total(void) {
-  const char *said = getenv("NOOP_CUDA_GIB");
-  return (said ? strtoull(said, NULL, 10) : 141) * GIB;
+int cudaGetDeviceCount(int *count) {
+  const char *seen = getenv("CUDA_VISIBLE_DEVICES");
+  *count = devices();
+  if (seen) {
+    int named = *seen != 0;
+    for (; *seen; seen++) named += *seen == ',';
+    if (named < *count) *count = named;
+  }
+  return 0;
 }
-
-int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
 int cudaGetDevice(int *device) { *device = 0; return 0; }
 int cudaSetDevice(int device) { return device ? cudaErrorInvalidDevice : 0; }
 int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }

@@ -1,15 +1,14 @@
 /* libnvidia-ml.so.1 of the device that computes nothing, which vLLM asks what there is. */
 
-#include <stdlib.h>
 #include <string.h>
 
-#define GIB (1ull << 30)
+#include "machine.h"
 
 int nvmlInit(void) { return 0; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = devices(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
   *device = (void *)0x4000;
   return 0;
@@ -32,8 +31,7 @@ int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size) {
   return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *total_free_used) {
-  const char *said = getenv("NOOP_CUDA_GIB");
-  total_free_used[0] = (said ? strtoull(said, NULL, 10) : 141) * GIB;
+  total_free_used[0] = total();
   total_free_used[1] = total_free_used[0] - total_free_used[0] / 13;
   total_free_used[2] = total_free_used[0] / 13;
   return 0;
