@@ -49,27 +49,27 @@ def own(folder: str, gpu: int, boxes: dict[str, Box], shared, end) -> None:
     torch.cuda.set_device(gpu)
     store = share_store(folder, CONTENTS, boxes, fill, Cuda())
     shared.set()
-    end.wait(300)
+    end.poll(300)  # until it is closed
     store.close()
 
 
 @contextmanager
 def owners(folder, parts: list[dict[str, Box]]) -> Iterator[list]:
     """A process on each of some GPUs that owns a part of every tensor."""
-    end = SPAWN.Event()
-    shared = [SPAWN.Event() for _ in parts]
-    processes = [
-        SPAWN.Process(target=own, args=(str(folder), gpu, boxes, shared[gpu], end))
-        for gpu, boxes in enumerate(parts)
-    ]
-    for process in processes:
-        process.start()
+    shared, ends, processes = [SPAWN.Event() for _ in parts], [], []
+    for gpu, boxes in enumerate(parts):
+        ours, theirs = SPAWN.Pipe()
+        arguments = (str(folder), gpu, boxes, shared[gpu], theirs)
+        processes.append(SPAWN.Process(target=own, args=arguments))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
     try:
         assert all(one.wait(120) for one in shared)
         yield processes
     finally:
-        end.set()
-        for process in processes:
+        for end, process in zip(ends, processes, strict=True):
+            end.close()
             process.join(60)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+import host_cuda
 import numpy as np
 import pytest
 import ray
@@ -57,7 +58,8 @@ def engine(ray_session, model):
 @pytest.fixture(scope="module")
 def undisturbed(ray_session, model):
     """Serves one version at a time, and is only asked when no other thing goes on."""
-    rollout = {"max_response_tokens": LONG, "prefix_caching": False}
+    # On GPUs vLLM records routes with it alone.
+    rollout = {"max_response_tokens": LONG, "prefix_caching": host_cuda.here()}
     with start_engine(
         *model, Continuing, MAX_LENGTH, rollout=rollout, refit={"slots": 1}
     ) as running:

@@ -54,6 +54,11 @@ def test_what_a_gpu_refuses_is_refused(folder):
 
 
 @pytest.mark.slow
+def test_a_base_is_held_once_on_one_gpu_and_on_two(folder):
+    assert passed(folder, "test_held.py", timeout_s=280, gpus=2) == 5
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_trainers_steps_are_those_of_the_cpu(folder):
     """With Triton's kernels of adapters, in float32 and bfloat16, of one rank and of two."""

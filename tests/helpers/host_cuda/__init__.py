@@ -10,7 +10,7 @@ computed on the same memory:
     nccl.py          NCCL's groups: gloo's, of tensors on a GPU alone
 
 A kernel that is launched all the same ends the process, with its stack. Not to be seen here: what
-waits, how long anything takes, CUDA's own kernels and libraries, graphs, processes of several GPUs.
+waits, how long anything takes, CUDA's own kernels and libraries, graphs.
 """
 
 from __future__ import annotations

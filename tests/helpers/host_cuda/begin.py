@@ -50,6 +50,23 @@ def _flash_attention(module: ModuleType) -> None:
     flash_attention.install(module)
 
 
+def _triton_attention(module: ModuleType) -> None:
+    from host_cuda import flash_attention
+
+    flash_attention.install_triton(module)
+
+
+def _top_k_top_p(module: ModuleType) -> None:
+    """Its kernel is none that the interpreter takes."""
+
+    def plain(logits, k, p, **_):
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+        return apply_top_k_top_p_pytorch(logits, k, p)
+
+    module.apply_top_k_top_p_triton = plain  # type: ignore[attr-defined]
+
+
 def _shrink(module: ModuleType) -> None:
     """A GPU has 64 programs add up one sum, of which the interpreter would take each by itself."""
     module.is_batch_invariant = True  # type: ignore[attr-defined]
@@ -73,6 +90,8 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "vllm._custom_ops": _operators,
     "vllm.lora.ops.triton_ops.utils": _shrink,
     "vllm.vllm_flash_attn.flash_attn_interface": _flash_attention,
+    "vllm.v1.sample.ops.topk_topp_triton": _top_k_top_p,
+    "vllm.v1.attention.ops.triton_unified_attention": _triton_attention,
     "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16": _router,
     "vllm.distributed.device_communicators.cuda_wrapper": _runtime,
 }

@@ -1,4 +1,4 @@
-"""vLLM's flash-attention, in torch."""
+"""vLLM's flash-attention, and its own attention in Triton, in torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from host_cuda.operators import on_host
+
+
+def install_triton(module: ModuleType) -> None:
+    module.unified_attention = unified_attention  # type: ignore[attr-defined]
 
 
 def install(module: ModuleType) -> None:
@@ -80,3 +84,17 @@ def flash_attn_varlen_func(
         out = torch.empty(result.shape, dtype=result.dtype, device=device)
     _host(out).copy_(result)
     return (out, lse.to(device)) if return_softmax_lse else out
+
+
+def unified_attention(
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
+    window_size, block_table, softcap, *_, sinks=None, chunk_lookback=-1, **more,
+):  # fmt: skip
+    """vLLM's kernel in Triton, which float32 has: in its interpreter half of an engine's time."""
+    unknown = ("alibi_slopes", "output_scale", "qq_bias", "mm_prefix_range", "rswa_prefix_lens")
+    assert chunk_lookback == -1 and all(more.get(name) is None for name in unknown), more
+    flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seqused_k,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        block_table=block_table, out=out, s_aux=sinks,
+    )  # fmt: skip

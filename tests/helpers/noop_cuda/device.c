@@ -22,9 +22,11 @@
 enum { NOBODYS = 0, LOCKED = 1, DEVICES = 2 }; /* cudaMemoryType */
 
 /* Memory that was handed out. */
-static struct range { char *start; size_t size; int kind, file; } *ranges;
+static struct range { char *start; size_t size; int kind, device, file; } *ranges;
 static int num_ranges, room;
 static volatile int busy;
+
+static __thread int current; /* device */
 
 static void enter(void) { while (__sync_lock_test_and_set(&busy, 1)) {} }
 static void leave(void) { __sync_lock_release(&busy); }
@@ -35,7 +37,7 @@ static void note_file(void *start, size_t size, int kind, int file) {
     room = room ? room * 2 : 1024;
     ranges = realloc(ranges, room * sizeof *ranges);
   }
-  ranges[num_ranges++] = (struct range){start, size, kind, file};
+  ranges[num_ranges++] = (struct range){start, size, kind, current, file};
   leave();
 }
 void noop_cuda_note(void *start, size_t size, int kind) { note_file(start, size, kind, -1); }
@@ -54,38 +56,60 @@ size_t noop_cuda_forget(void *start) {
   return size;
 }
 
-int noop_cuda_kind(const void *pointer) {
+static int kind_and_device(const void *pointer, int *device) {
   const char *at = pointer;
   int kind = NOBODYS;
   enter();
   for (int i = 0; i < num_ranges; i++)
     if (at >= ranges[i].start && at < ranges[i].start + ranges[i].size) {
       kind = ranges[i].kind;
+      *device = ranges[i].device;
       break;
     }
   leave();
   return kind;
 }
+int noop_cuda_kind(const void *pointer) {
+  int device;
+  return kind_and_device(pointer, &device);
+}
 
-/* The device: an H200. A process has one, of those that it sees. */
+/* Devices: each an H200. */
 
-int cudaGetDeviceCount(int *count) {
+/* What a process sees of them. */
+static int visible(int *numbers) {
   const char *seen = getenv("CUDA_VISIBLE_DEVICES");
-  *count = devices();
-  if (seen) {
-    int named = *seen != 0;
-    for (; *seen; seen++) named += *seen == ',';
-    if (named < *count) *count = named;
+  int count = 0;
+  for (; !seen && count < devices(); count++) numbers[count] = count;
+  while (seen && *seen && count < MOST) {
+    char *end;
+    numbers[count] = strtol(seen, &end, 10);
+    if (end == seen || numbers[count] >= devices()) break;
+    count++;
+    seen = *end ? end + 1 : end;
   }
+  return count;
+}
+int cudaGetDeviceCount(int *count) {
+  int numbers[MOST];
+  *count = visible(numbers);
   return 0;
 }
-int cudaGetDevice(int *device) { *device = 0; return 0; }
-int cudaSetDevice(int device) { return device ? cudaErrorInvalidDevice : 0; }
+int cudaGetDevice(int *device) { *device = current; return 0; }
+int cudaSetDevice(int device) {
+  int numbers[MOST];
+  if (device < 0 || device >= visible(numbers)) return cudaErrorInvalidDevice;
+  current = device;
+  return 0;
+}
 int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
 
 int cudaGetDeviceProperties(struct cudaDeviceProp *to, int device) {
+  int numbers[MOST];
+  if (device < 0 || device >= visible(numbers)) return cudaErrorInvalidDevice;
   memset(to, 0, sizeof *to);
+  to->uuid.bytes[15] = numbers[device];
   strcpy(to->name, "a device that computes nothing");
   to->major = 9;
   to->totalGlobalMem = total();
@@ -201,7 +225,7 @@ int cudaMemGetInfo(size_t *left, size_t *all) {
 }
 int cudaPointerGetAttributes(struct cudaPointerAttributes *to, const void *pointer) {
   memset(to, 0, sizeof *to);
-  to->type = noop_cuda_kind(pointer);
+  to->type = kind_and_device(pointer, &to->device);
   to->devicePointer = (void *)pointer;
   to->hostPointer = to->type == LOCKED ? (void *)pointer : NULL;
   return 0;

@@ -10,8 +10,11 @@ static unsigned long long total(void) {
   return (said ? strtoull(said, NULL, 10) : 141) * GIB;
 }
 
+#define MOST 8 /* devices */
+
 /* Devices: one, where NOOP_CUDA_DEVICES says nothing else. */
 static int devices(void) {
   const char *said = getenv("NOOP_CUDA_DEVICES");
-  return said ? atoi(said) : 1;
+  int count = said ? atoi(said) : 1;
+  return count < MOST ? count : MOST;
 }
