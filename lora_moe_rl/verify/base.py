@@ -10,7 +10,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.files.untrusted import read_json
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
-from lora_moe_rl.rollout.device import check_quantised
+from lora_moe_rl.rollout.device import check_cpu_build, check_quantised
 from lora_moe_rl.verify.base_run import PROMPT, Verification
 from lora_moe_rl.verify.comparisons import Comparisons
 from lora_moe_rl.verify.layouts import read_config
@@ -33,6 +33,7 @@ BASE = {
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
+    check_cpu_build("verify base")
     lengths = {
         "model": {"max_length": PROMPT + options.tokens},
         "rollout": {"max_response_tokens": options.tokens},

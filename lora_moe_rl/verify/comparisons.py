@@ -92,16 +92,19 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 @dataclass
 class Comparisons(report.Report):
-    """`head` goes before the rows in the JSON object; `measured` is above the figures."""
+    """`head` goes before the rows in the JSON object; `measured` is above the figures. `left_out`:
+    why something is not among the rows that others have there."""
 
     head: dict[str, Any]
     rows: list[Check]
     measured: str = "largest |Δlogprob|"
+    left_out: Sequence[str] = ()
 
     def explanations(self) -> list[str]:
         return []  # a row of the table says it all
 
     def parts(self) -> Iterator[Any]:
+        yield from (f"left out: {line}" for line in self.left_out)
         table = report.table(["", self.measured, "allowed", ""], left=(0, -1))
         for row in self.rows:
             allowed = f"{'≥' if row.at_least else '≤'} {row.tolerance:.0e}"
@@ -120,4 +123,5 @@ class Comparisons(report.Report):
             }
             for row in self.rows
         ]
-        return self.head | {"passed": self.passed, "rows": rows}
+        left_out = {"left_out": [*self.left_out]} if self.left_out else {}
+        return self.head | left_out | {"passed": self.passed, "rows": rows}

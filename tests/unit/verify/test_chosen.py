@@ -52,8 +52,8 @@ def test_one_that_is_named_and_a_default_of_which_nothing_can_be_are_errors():
 )
 def test_forms_are_those_that_something_reads(name, adapter, left_out):
     spec = spec_of(name, **adapter)
-    assert _forms(spec, None) == [form for form in FORMS if form not in left_out]
-    assert _forms(spec, ["peft-3d"]) == ["peft-3d"]
+    assert _forms(spec, None) == ([form for form in FORMS if form not in left_out], [])
+    assert _forms(spec, ["peft-3d"]) == (["peft-3d"], [])
     for form in left_out:
         with pytest.raises(ConfigError, match=f"--forms has {form}: of GptOssForCausalLM, "):
             _forms(spec, ["peft-3d", form])
