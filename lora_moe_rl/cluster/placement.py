@@ -43,6 +43,8 @@ class Placement:
         rollout.start_timeout_s."""
         self.config = config
         gpus = ray.cluster_resources().get("GPU", 0) > 0
+        if bundles.lacks_gpu(config, gpus):
+            raise ConfigError(f"the cluster has no GPU, and {bundles.NO_ENGINE}")
         self.trainer_gpus = bundles.gpus_of_rank(config, gpus)
         self.engine_gpus = bundles.gpus_of_engine(config, gpus)
         self.shared = bundles.shared_size(config, gpus)

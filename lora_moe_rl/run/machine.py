@@ -18,6 +18,7 @@ import psutil
 
 from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.base import choose
+from lora_moe_rl.cluster.bundles import NO_ENGINE, lacks_gpu
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import LoraMoeRlError
 from lora_moe_rl.planner import plan as plans
@@ -55,6 +56,8 @@ def look(config: RunConfig, model_dir: Path, spec: AdapterSpec, held_once: bool)
         except LoraMoeRlError as error:  # weights of a form that the planner cannot size
             text, problem = "memory not planned", [f"memory was not planned: {error}"]
         warnings += problem
+        if lacks_gpu(config, bool(gpus)):
+            warnings.append(f"nvidia-smi finds no GPU here, and {NO_ENGINE}")
         if not gpus:
             text += f"; {cores.used(config, len(os.sched_getaffinity(0)))}"
     disk, problem = check_room(config, spec)

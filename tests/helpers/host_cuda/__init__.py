@@ -55,6 +55,9 @@ def environment(folder: Path, gib: int = 6, gpus: int = 1) -> dict[str, str]:
         "NOOP_CUDA_GIB": str(gib),
         "NOOP_CUDA_DEVICES": str(gpus),
         "TRITON_INTERPRET": "1",
+        # Of vLLM's ways to reduce over ranks torch's groups are left.
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "VLLM_NCCL_SO_PATH": "none",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([SITE, given["PYTHONPATH"]]),

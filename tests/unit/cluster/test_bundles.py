@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lora_moe_rl.cluster.bundles import check_capacity, same_gpus, wanted
+from lora_moe_rl.cluster import bundles
+from lora_moe_rl.cluster.bundles import check_capacity, lacks_gpu, same_gpus, wanted
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.errors import ConfigError
 
@@ -67,6 +68,14 @@ def test_ranks_and_engines_may_stand_on_the_same_gpus(trainer, rollout, placemen
     config = RunConfig(model={"path": "x"}, trainer=trainer, rollout=rollout, placement=placement)
     assert same_gpus(config, gpus=True) is together
     assert not same_gpus(config, gpus=False)
+
+
+def test_engines_of_a_gpu_want_one(monkeypatch):
+    rollouts, answers = RunConfig(), RunConfig(algorithm={"name": "sft"})
+    assert not lacks_gpu(rollouts, gpus=False)
+    monkeypatch.setattr(bundles, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+    assert lacks_gpu(rollouts, gpus=False) and not lacks_gpu(rollouts, gpus=True)
+    assert not lacks_gpu(answers, gpus=False)  # it has no engines
 
 
 def test_what_a_run_wants_follows_its_layout():

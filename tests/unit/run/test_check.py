@@ -11,6 +11,7 @@ from template_run import save_run
 from lora_moe_rl import cli
 from lora_moe_rl.adapters import peft
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
+from lora_moe_rl.cluster import bundles
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override, with_settings
 from lora_moe_rl.errors import AdapterError, DataError, RunDirError
@@ -93,6 +94,15 @@ def test_what_the_machine_lacks_is_a_warning(check, monkeypatch):
     many = ("checkpoint.keep=1000000000", "checkpoint.every=1", "trainer.steps=1000000000")
     state, text = check(*many)[1]["machine"]
     assert state == "warning" and "the disk may be full before the run is done" in text
+
+
+def test_engines_that_do_not_start_without_a_gpu_are_a_warning(check, monkeypatch):
+    monkeypatch.setattr(bundles, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+    monkeypatch.setattr(machine, "gpu_memory", list)
+    state, text = check()[1]["machine"]
+    assert state == "warning" and "`make setup` without GPU=1" in text
+    monkeypatch.setattr(machine, "gpu_memory", lambda: [80.0])
+    assert "without GPU=1" not in check()[1]["machine"][1]
 
 
 def test_a_host_with_too_little_memory_beside_its_gpus_is_a_warning(check, monkeypatch):

@@ -93,6 +93,15 @@ def test_links_that_became_text_files_are_found(tmp_path):
     assert finding.state == "missing" and "refit" in finding.found
 
 
+def test_engines_of_a_gpu_where_there_is_none_are_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert doctor.check_gpu() == doctor.Finding("GPU", "ok", "none: runs use the CPU")
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+    finding = doctor.check_gpu()
+    assert (finding.state, finding.found) == ("warning", "none")
+    assert "no engine starts: make setup without GPU=1" in finding.mend
+
+
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_the_tested_versions_are_the_pinned_ones(kind):
     files = [ROOT / f"requirements/{name}{kind}.txt" for name in ("", "engines-")]
