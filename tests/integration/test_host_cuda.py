@@ -17,6 +17,7 @@ pytestmark = [
 TESTS = Path(__file__).parents[1] / "gpu"
 REFUSED = {
     "values": "a tensor of the host among those of a device",
+    "two": "tensors of two devices",
     "index": "of a tensor of the host, by indices of a device",
     "numpy": "can't convert cuda:0 device type tensor to numpy",
     "collective": "No backend type associated with device type cpu",
@@ -46,7 +47,7 @@ def test_versions_go_from_gpu_to_gpu(folder):
 
 @pytest.mark.slow
 def test_what_a_gpu_refuses_is_refused(folder):
-    shown = host_cuda.run(folder, "-m", "host_cuda.refusals", timeout_s=200)
+    shown = host_cuda.run(folder, "-m", "host_cuda.refusals", timeout_s=200, gpus=2)
     said = json.loads(shown.splitlines()[-1])
     for name, reason in REFUSED.items():
         assert reason in said.pop(name, "nothing"), name

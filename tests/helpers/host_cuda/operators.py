@@ -34,10 +34,10 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return made.conj() if tensor.is_conj() else made
 
 
-def on_device(tensor: torch.Tensor) -> torch.Tensor:
+def on_device(tensor: torch.Tensor, device: torch.device | str = "cuda") -> torch.Tensor:
     """A copy, with the same strides."""
     size, stride = tensor.size(), tensor.stride()
-    made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="cuda")
+    made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
     if tensor.numel():
         span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         ctypes.memmove(made.data_ptr(), tensor.data_ptr(), span * tensor.element_size())
@@ -62,15 +62,20 @@ class Computed:
         if self.name in INDEXING:
             _check_indexing(self.name, *args[:3])
         args = tuple(self._host(one, seen) for one in args)
+        asked = kwargs.get("device")
         kwargs = {key: self._host(one, seen) for key, one in kwargs.items()}
+        device = seen[0][1].device if seen else asked or "cuda"
         # A number in the place of a tensor: torch's own choice of the overload.
         number = any(isinstance(args[i], int | float) for i in self.tensors if i < len(args))
         result = (self.packet if number else self.op)(*args, **kwargs)
-        return self._device(result, seen) if self.returns else None
+        return self._device(result, seen, device) if self.returns else None
 
     def _host(self, value: Any, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         if isinstance(value, torch.Tensor):
             if value.device.type == "cuda":
+                elsewhere = seen and value.device != seen[0][1].device
+                if elsewhere and value.dim() and not self.mixed:
+                    raise RuntimeError(f"{self.name}: tensors of two devices")
                 seen.append((on_host(value), value))
                 return seen[-1][0]
             if value.device.type == "cpu" and value.dim() and not self.mixed:
@@ -83,9 +88,11 @@ class Computed:
             return type(value)(self._host(one, seen) for one in value)
         return value
 
-    def _device(self, value: Any, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    def _device(
+        self, value: Any, seen: list[tuple[torch.Tensor, torch.Tensor]], device: Any
+    ) -> Any:
         if isinstance(value, list | tuple):
-            return type(value)(self._device(one, seen) for one in value)
+            return type(value)(self._device(one, seen, device) for one in value)
         if not isinstance(value, torch.Tensor):
             return value
         for host, original in seen:
@@ -94,7 +101,7 @@ class Computed:
                     original.resize_(value.size())
                     on_host(original).copy_(value)
                 return original
-        return on_device(value)
+        return on_device(value, device)
 
 
 def _check_indexing(

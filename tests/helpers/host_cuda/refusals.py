@@ -20,6 +20,10 @@ def values() -> None:
     torch.ones(3, device="cuda") * torch.ones(3)
 
 
+def two() -> None:
+    torch.ones(3, device="cuda:0") * torch.ones(3, device="cuda:1")
+
+
 def index() -> None:
     torch.zeros(3)[torch.zeros(1, dtype=torch.int64, device="cuda")]
 
@@ -40,7 +44,7 @@ if __name__ == "__main__":
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     found = {}
-    for asked in (values, index, numpy, collective, kernel):
+    for asked in (values, two, index, numpy, collective, kernel):
         try:
             asked()
         except Exception as error:

@@ -50,6 +50,17 @@ def rotary_embedding(
             x.copy_(torch.stack([a * cos_ - b * sin_, b * cos_ + a * sin_], -1).flatten(-2))
 
 
+def vocab_parallel_embedding(
+    result, input_ids, weight, first, end, padding, first_added, end_added
+) -> None:
+    """The rows of this rank's part of the vocabulary, 0 for tokens of others."""
+    ids, weight = _host(input_ids).long(), _host(weight)
+    own, added = (ids >= first) & (ids < end), (ids >= first_added) & (ids < end_added)
+    behind = end - first + padding - first_added
+    places = torch.where(own, ids - first, torch.where(added, ids + behind, 0))
+    _host(result).copy_(weight[places] * (own | added)[:, None])
+
+
 def silu_and_mul(result, input) -> None:
     gate, up = _host(input).chunk(2, -1)
     _host(result).copy_(torch.nn.functional.silu(gate.float()).to(gate.dtype) * up)
@@ -173,7 +184,9 @@ def reshape_and_cache_flash(
 
 OPERATORS = {
     "_C_cache_ops": (concat_and_cache_mla, reshape_and_cache_flash),
-    "_C": (rms_norm, fused_add_rms_norm, rotary_embedding, silu_and_mul),
+    "_C": (
+        rms_norm, fused_add_rms_norm, rotary_embedding, silu_and_mul, vocab_parallel_embedding,
+    ),
     "_moe_C": (
         topk_softmax, topk_sigmoid, grouped_topk, moe_align_block_size, moe_lora_align_block_size,
         moe_sum,
