@@ -27,7 +27,9 @@ where it does.
 
 from __future__ import annotations
 
+import gc
 import os
+from multiprocessing.util import Finalize
 
 ENGINE_VARIABLE = "LORA_MOE_RL_ENGINE"
 RANKS_VARIABLE = "LORA_MOE_RL_ENGINE_DP"  # data-parallel ranks of the engine
@@ -39,6 +41,7 @@ def register() -> None:
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
     keep_no_semaphore()
+    collect_nothing_at_the_end()
     from vllm.platforms import current_platform
 
     from lora_moe_rl.models import config_types
@@ -97,6 +100,15 @@ def register() -> None:
     cpu_dp.install()
     cpu_vision.install()
     loader.install()
+
+
+def collect_nothing_at_the_end() -> None:
+    """An engine that fails to start leaves contexts of zmq with open sockets, each of which waits
+    for them for ever where it is collected (`Context.__del__`). A forked process ends before that.
+    In one that is spawned, as on GPUs, Ray imports modules at the end, which collects, and zmq's
+    own `atexit` comes later: the run would wait for an engine that has failed, until its time is
+    up."""
+    Finalize(None, gc.disable, exitpriority=0)
 
 
 def keep_no_semaphore() -> None:

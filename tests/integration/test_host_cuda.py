@@ -88,6 +88,18 @@ def test_vllms_cuda_build_serves_what_hugging_face_computes(name, dtype, toleran
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(host_cuda.without_vllm()), reason=host_cuda.without_vllm())
+@pytest.mark.parametrize(("gpus", "engine", "trainer"), [(1, "tp1", "tp1"), (2, "tp2ep", "tp2")])
+def test_refits_are_those_of_vllms_own_loader(gpus, engine, trainer, folder):
+    arguments = ["--model", "qwen3_moe", "--samples", "4", "--json", "--transports", "shm,cuda_ipc"]
+    command = ["-m", "host_cuda.refit", *arguments, "--engines", engine, "--trainers", trainer]
+    shown = host_cuda.run(folder, *command, timeout_s=1200, gpus=gpus)
+    found = json.loads(shown[shown.index("{") :])
+    assert found["passed"] and (found["device"], found["dtype"]) == ("cuda", "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(bool(host_cuda.without_vllm()), reason=host_cuda.without_vllm())
 @pytest.mark.parametrize(
     "settings",
     [
