@@ -88,9 +88,14 @@ def test_vllms_cuda_build_serves_what_hugging_face_computes(name, dtype, toleran
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(host_cuda.without_vllm()), reason=host_cuda.without_vllm())
-@pytest.mark.parametrize(("gpus", "engine", "trainer"), [(1, "tp1", "tp1"), (2, "tp2ep", "tp2")])
-def test_refits_are_those_of_vllms_own_loader(gpus, engine, trainer, folder):
-    arguments = ["--model", "qwen3_moe", "--samples", "4", "--json", "--transports", "shm,cuda_ipc"]
+@pytest.mark.parametrize(
+    ("gpus", "mode", "engine", "trainer"),
+    [(1, "adapter", "tp1", "tp1"), (1, "merged", "tp1", "tp1"), (2, "adapter", "tp2ep", "tp2")],
+)
+def test_what_is_published_is_what_is_served(gpus, mode, engine, trainer, folder):
+    """In slots, as vLLM's own loader has it there; and merged into the engine's weights."""
+    arguments = ["--model", "qwen3_moe", "--samples", "4", "--json", "--mode", mode]
+    arguments += ["--transports", "shm,cuda_ipc"]
     command = ["-m", "host_cuda.refit", *arguments, "--engines", engine, "--trainers", trainer]
     shown = host_cuda.run(folder, *command, timeout_s=1200, gpus=gpus)
     found = json.loads(shown[shown.index("{") :])
