@@ -20,8 +20,9 @@ from lora_moe_rl.router_replay.table import RouteTable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EXACT = 1e-5  # logprobs, float32
-LONG, SAMPLES, MAX_LENGTH = 160, 8, 400
-PAGE = 128  # tokens of a block of vLLM's cache on the CPU: what is shared is whole blocks
+LONG, SAMPLES, MAX_LENGTH = (40, 2, 120) if host_cuda.here() else (160, 8, 400)
+# Tokens of a block of vLLM's cache: what is shared is whole blocks.
+PAGE = 16 if host_cuda.here() else 128
 
 
 class Continuing(EngineWithDisk):
