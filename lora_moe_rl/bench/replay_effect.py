@@ -82,6 +82,7 @@ def save_model(folder: Path) -> int:
 def record(config: RunConfig, model_dir: Path) -> Recorded:
     """(sequences, vLLM's logprobs of the response tokens, routes)."""
     from lora_moe_rl.rollout import outputs
+    from lora_moe_rl.rollout.device import check_cpu_build
     from lora_moe_rl.verify.ranks import spec_of
     from lora_moe_rl.verify.replay_engine import (
         SteppedEngine,
@@ -89,6 +90,7 @@ def record(config: RunConfig, model_dir: Path) -> Recorded:
         samples_and_routes,
     )
 
+    check_cpu_build("bench replay")
     prepare_process(config)
     spec = spec_of(model_dir, config)
     engine = SteppedEngine(config, spec, model_dir)

@@ -114,16 +114,22 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
 
 
 def _check_float32(config: RunConfig, spec: AdapterSpec) -> None:
-    """Raises ConfigError where vLLM's kernels on GPUs take 16 bits alone: of its attention the
-    engine would say so as it starts, of its adapters (`lora_shrink`) at the first request."""
-    mla = spec.shape.family.attention == "mla"
-    if mla or config.refit.mode == "adapter":
-        kernels = "MLA" if mla else "adapters"
-        way_out = "" if mla else ", or refit.mode=merged"
+    """Raises ConfigError where engines on GPUs cannot compute in float32: of MLA one would say so
+    as it starts, of adapters (`lora_shrink`) at the first request."""
+    if kernels := kernels_of_16_bits(spec, config.refit.mode == "adapter"):
+        way_out = ", or refit.mode=merged" if kernels == "adapters" else ""
         raise ConfigError(
             "trainer.dtype=float32 is the dtype of the engines, too, and vLLM's kernels of "
             f"{kernels} on GPUs take 16 bits alone; use trainer.dtype=bfloat16{way_out}"
         )
+
+
+def kernels_of_16_bits(spec: AdapterSpec, slots: bool) -> str | None:
+    """Which of vLLM's kernels on GPUs, that the model wants, take 16 bits alone; None: none does.
+    `slots`: whether adapters are served in slots."""
+    if spec.shape.family.attention == "mla":
+        return "MLA"
+    return "adapters" if slots else None
 
 
 def check_cpu_build(command: str) -> None:

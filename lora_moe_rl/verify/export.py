@@ -12,6 +12,7 @@ from lora_moe_rl.adapters.spec import AdapterSpec
 from lora_moe_rl.config.options import above_zero, names, not_negative, verify_parser
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
+from lora_moe_rl.rollout.device import kernels_of_16_bits
 from lora_moe_rl.rollout.facts import slot_rank
 from lora_moe_rl.upstream.versions import installed
 from lora_moe_rl.verify.comparisons import Comparisons, largest_scaled, random_prompts
@@ -77,15 +78,16 @@ def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> tuple[Sequence[str
 
 
 def _of_16_bits(spec: AdapterSpec) -> dict[str, str]:
-    """What vLLM does not serve in float32 on GPUs."""
-    mla, instead = (
-        spec.shape.family.attention == "mla",
-        "`lora-moe-rl serve-check` compares in them",
-    )
-    kernels = {"vllm-merged": "MLA"} if mla else {}
+    """What vLLM does not serve in float32 on GPUs, and why."""
+    kernels = {
+        "vllm-adapter": kernels_of_16_bits(spec, slots=True),
+        "vllm-merged": kernels_of_16_bits(spec, slots=False),
+    }
     return {
-        form: f"vLLM's kernels of {of} on GPUs take 16 bits alone; {instead}"
-        for form, of in ({"vllm-adapter": "adapters"} | kernels).items()
+        form: f"vLLM's kernels of {of} on GPUs take 16 bits alone; `lora-moe-rl serve-check` "
+        "compares in them"
+        for form, of in kernels.items()
+        if of is not None
     }
 
 

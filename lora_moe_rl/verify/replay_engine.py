@@ -14,7 +14,7 @@ import numpy as np
 from lora_moe_rl.adapters.spec import AdapterSpec, ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample
-from lora_moe_rl.errors import ConfigError, RefitError
+from lora_moe_rl.errors import RefitError
 from lora_moe_rl.refit.parts import STORAGE, Dtype, PartLayout, part_layouts, to_json
 from lora_moe_rl.refit.plan import Box, EngineLayout, make_plan
 from lora_moe_rl.rollout import device as engine_device
@@ -31,15 +31,10 @@ RPC_S = 120
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Prepares this process to hold engines: before anything that imports torch, if possible.
-    Raises ConfigError where vLLM is not its CPU build."""
+    """Prepares this process to hold engines of the CPU: before anything that imports torch, if
+    possible."""
     engine_device.prepare_environment(config, cpu=True)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not engine_device.is_cpu():
-        raise ConfigError(
-            "routes are recorded in this process, in float32 beside a trainer on the CPU: it needs "
-            "vLLM's CPU build (`make setup`)"
-        )
     import torch
 
     torch.set_num_threads(config.rollout.cpu_threads)  # what was imported before read no variable
