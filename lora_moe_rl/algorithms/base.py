@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.parts.critic import CriticSettings
+    from lora_moe_rl.algorithms.parts.divergence import Divergence
     from lora_moe_rl.algorithms.parts.kl_control import KLControl
     from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens
     from lora_moe_rl.config.teacher import AnyTeacher
@@ -109,6 +110,8 @@ class Tokens:
 
     selected: float32, 1 for tokens that `select` has chosen and 0 for others, or the share of its
     copies, of one that stands in the loss several times; None unless the algorithm `selects`.
+    divergence: float32, in nats, of the policy from its teacher, with gradient; None unless the
+    algorithm has a `divergence`, and in what is asked before the update.
     """
 
     mask: Tensor
@@ -125,6 +128,7 @@ class Tokens:
     entropy: Tensor | None = None
     kl_coef: float | None = None
     selected: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,12 @@ class Algorithm(Plugin):
         """Whether the loss goes by `tokens.entropy`: the head then forms its gradient too, and
         keeps a hidden state more of each token until the backward."""
         return False
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """How the policy is compared with its teacher's likeliest tokens (`Group.likeliest`), where
+        the loss goes by `tokens.divergence`, which the head then forms; None without."""
+        return None
 
     @property
     def critic(self) -> CriticSettings | None:

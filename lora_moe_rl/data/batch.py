@@ -58,7 +58,8 @@ class TrainBatch:
     targets: int32 `[R_i]` of each sample, the tokens whose logprobs are wanted, where they are not
     those that follow; None: they are. `wide`: several are at a place, and they are `[R_i, K]`, as
     advantages are. marks: bool `[R_i]`, tokens whose ratios make their sample's, for a loss that
-    has one of each.
+    has one of each. teacher_ids: int32 `[R_i, K]`, and teacher_logprobs: float32 `[R_i, K]`, a
+    teacher's likeliest tokens at each place, for an algorithm with a `divergence`.
 
     A share of it, for the rank that trains some of the samples, has the streams of these alone;
     what is known of every sample is as in the whole. It is pickled with one array a stream.
@@ -84,6 +85,8 @@ class TrainBatch:
     targets: Stream | None = None
     wide: bool = False
     marks: Stream | None = None
+    teacher_ids: Stream | None = None
+    teacher_logprobs: Stream | None = None
     of_all: OfAll | None = None  # of a share
 
     @classmethod
@@ -146,6 +149,10 @@ class TrainBatch:
         copies = [signal.copies for signal in signals if signal.copies is not None]
         batch.copies = np.concatenate(copies) if copies else batch.copies
         batch.conversations = _conversations(groups)
+        if groups and all(group.likeliest is not None for group in groups):
+            likeliest = [one for group in groups for one in group.likeliest or ()]
+            batch.teacher_ids = [one.ids for one in likeliest]
+            batch.teacher_logprobs = [one.logprobs for one in likeliest]
         batch.alike = alike([group.samples for group in groups]) if share_prompts else None
         return batch
 
@@ -276,4 +283,4 @@ def _conversations(groups: Sequence[Group]) -> np.ndarray | None:
 
 
 STREAMS = ("token_ids", "logprobs", "versions", "advantages", "weights", "masks")
-OPTIONAL = ("targets", "marks")
+OPTIONAL = ("targets", "marks", "teacher_ids", "teacher_logprobs")

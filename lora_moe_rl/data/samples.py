@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -264,6 +264,14 @@ class Sample:
         }
 
 
+class Likeliest(NamedTuple):
+    """A teacher's likeliest tokens at each place after a prompt: their ids, int32 `[R, K]`, and its
+    logprobs of them, float32 `[R, K]`."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
 @dataclass
 class Group:
     """All samples of a prompt, scored.
@@ -274,11 +282,13 @@ class Group:
     sample is, whose samples all have its reward; None when each is one of its own. counts: what an
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
-    is no teacher. teacher_read: of each sample what a teacher that is the policy itself has read
-    beside the prompt, in a word, '' for nothing; None: there is none. baseline: what counts of the
-    reward of a greedy sample of the prompt, which is none of the samples; None: there is none, or
-    none is wanted. shown_for: of a group whose samples stand for conversations of several, the
-    samples of each; None: each stands for itself.
+    is no teacher. likeliest: of each sample what else the teacher finds likely there, where that is
+    asked for; of one that it could not score anything, which stands for nothing. teacher_read: of
+    each sample what a teacher that is the policy itself has read beside the prompt, in a word, ''
+    for nothing; None: there is none. baseline: what counts of the reward of a greedy sample of the
+    prompt, which is none of the samples; None: there is none, or none is wanted. shown_for: of a
+    group whose samples stand for conversations of several, the samples of each; None: each stands
+    for itself.
     """
 
     prompt: Prompt
@@ -290,6 +300,7 @@ class Group:
     conversations: np.ndarray | None = None
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
+    likeliest: list[Likeliest] | None = None
     teacher_read: list[str] | None = None
     baseline: float | None = None
     shown_for: list[list[Sample]] | None = None

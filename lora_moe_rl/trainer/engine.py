@@ -58,6 +58,7 @@ class Work:
     and `selected` (`selection.py`).
     `step_mean`: of the whole step, where the algorithm asks for one. `entropy`: float32 `[T]`, of
     the last forward with gradients, with a gradient itself until the loss has been made of it.
+    `divergence`: the same of that from a teacher, where the loss goes by it.
 
     `routes`: to be replayed, of each pipeline chunk; None when routers choose. `complete`: bool
     `[T]`, tokens with routes in all layers of the model.
@@ -71,6 +72,7 @@ class Work:
     mask: np.ndarray = field(init=False)
     step_mean: float | None = None
     entropy: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.mask = self.data.mask
@@ -238,7 +240,9 @@ class TrainingEngine:
     def head(self, temperature: float, entropy: bool = False) -> Head:
         """Logprobs in the place of logits, and the entropy of a forward with gradients, or of any
         that is to tell it."""
-        return Head(temperature, self.spec.shape.vocab_size, self.algorithm.trains_entropy, entropy)
+        size, algorithm = self.spec.shape.vocab_size, self.algorithm
+        divergence = algorithm.divergence
+        return Head(temperature, size, algorithm.trains_entropy, entropy, divergence)
 
     def forward_backward(
         self,

@@ -6,8 +6,9 @@ hidden [F, H] ──rows that count, some at a time──> logits ──> logpro
 Nothing of the head is trained, so that all a backward needs is the gradient of each logprob with
 respect to its row of hidden states, and that does not depend on the loss: it is formed beside the
 logprob, and the backward scales it. Where the loss goes by the entropy too, its gradient is formed
-and kept in the same way: -(p (log p + entropy)) W / t. Logits live for a few rows (`logits.py`).
-`plain_head.py` is the same by autograd.
+and kept in the same way: -(p (log p + entropy)) W / t. So is that of a divergence from a teacher
+(`taught_head.py`). Logits live for a few rows (`logits.py`). `plain_head.py` is the same by
+autograd.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.routes import context_shard
 from lora_moe_rl.trainer.context_parallel import put_together
 from lora_moe_rl.trainer.logits import rows_at_once
+from lora_moe_rl.trainer.taught_head import Compared, Taught
 
 if TYPE_CHECKING:
+    from lora_moe_rl.algorithms.parts.divergence import Divergence
     from lora_moe_rl.trainer.engine import Work
 
 LOWEST = -1e4  # below it exp is 0; a padded entry's -inf times 0 would be NaN
@@ -40,15 +43,17 @@ class Head:
     whose context is the micro-batch. They are 0 for tokens that are not of its response.
 
     With gradients, or if `tells_entropy`, the work gets `entropy` too, float32 [T], in nats; it has
-    a gradient of its own if `trains_entropy`. `temperature` is that of the rollout, for old,
-    current and reference logprobs alike; `vocab_size` is the model's: a vocabulary that is padded
-    for tensor parallelism has rows that no token owns.
+    a gradient of its own if `trains_entropy`. With gradients and a `divergence` the work gets what
+    that is of each token too, float32 [T], with a gradient of its own. `temperature` is that of the
+    rollout, for old, current and reference logprobs alike; `vocab_size` is the model's: a
+    vocabulary that is padded for tensor parallelism has rows that no token owns.
     """
 
     temperature: float
     vocab_size: int
     trains_entropy: bool = False
     tells_entropy: bool = False
+    divergence: Divergence | None = None
 
     def __call__(
         self,
@@ -64,14 +69,17 @@ class Head:
         trained = Trained.NOTHING
         if torch.is_grad_enabled():
             trained = Trained.ENTROPY_TOO if self.trains_entropy else Trained.LOGPROBS
-        told = self.tells_entropy or trained > Trained.NOTHING
-        logprobs, entropy = LogProbs.apply(*asked, self.temperature, trained, told)
+        told, taught = self.tells_entropy or trained > Trained.NOTHING, None
+        if trained and self.divergence is not None:
+            likeliest, device = context.data.likeliest, asked.hidden.device
+            taught = Taught.of(self.divergence, likeliest, self.vocab_size, device)
+        found = LogProbs.apply(*asked, self.temperature, trained, told, taught)
         cp = ps.get_context_parallel_group()
-        logprobs = put_together(logprobs, cp)
         if told:
-            entropy = put_together(entropy, cp)
-            context.entropy = entropy
-        return logprobs
+            context.entropy = put_together(found[1], cp)
+        if taught is not None:
+            context.divergence = put_together(found[2], cp)
+        return put_together(found[0], cp)
 
     def asked(
         self,
@@ -140,10 +148,10 @@ class Trained(IntEnum):
 
 
 class LogProbs(torch.autograd.Function):
-    """What is asked, with one label at a place -> logprobs and entropy, float32 `[T]`, 0 but in
-    `rows`. Where nothing is
-    `trained` there is no entropy, unless it is to be `told`. The gradient with respect to hidden is
-    this rank's part of a sum; entropy has one if it is trained too."""
+    """What is asked, with one label at a place -> logprobs, entropy, and the divergence from what
+    is `taught`, float32 `[T]`, 0 but in `rows`. Where nothing is `trained` there is no entropy,
+    unless it is to be `told`. The gradient with respect to hidden is this rank's part of a sum;
+    entropy has one if it is trained too."""
 
     @staticmethod
     def forward(
@@ -156,41 +164,49 @@ class LogProbs(torch.autograd.Function):
         temperature,
         trained: Trained,
         told: bool = False,
+        taught: Taught | None = None,
     ):
         logprobs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-        entropy = torch.zeros_like(logprobs)
-        # [trained, R, H]: of the logprobs, then of the entropy.
-        slopes = [hidden.new_empty(len(rows), hidden.shape[1]) for _ in range(trained)]
+        entropy, divergence = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        # Which of the outputs have gradients: of each [R, H].
+        ctx.with_slopes = [*range(trained), *([2] if taught is not None else [])]
+        slopes = [hidden.new_empty(len(rows), hidden.shape[1]) for _ in ctx.with_slopes]
         for part in parts_of(len(rows), len(vocabulary.weight)):
             some = rows[part]
             states = hidden[fed_at[part]]
-            found = _of_rows(states, labels[some], vocabulary, temperature, trained, told)
+            own = None if taught is None else taught.at(some)
+            found = _of_rows(states, labels[some], vocabulary, temperature, trained, told, own)
             logprobs[some] = found.logprobs
             if found.entropy is not None:
                 entropy[some] = found.entropy
+            if found.divergence is not None:
+                divergence[some] = found.divergence
             for every, these in zip(slopes, found.slopes, strict=True):
                 every[part] = these
         if trained:
             ctx.save_for_backward(rows, fed_at, *slopes)
             ctx.num_fed = len(hidden)
-        if trained != Trained.ENTROPY_TOO:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        outputs = (logprobs, entropy, divergence)
+        still = [one for i, one in enumerate(outputs) if i and i not in ctx.with_slopes]
+        ctx.mark_non_differentiable(*still)
+        return outputs
 
     @staticmethod
     def backward(ctx, *of_outputs):
         rows, fed_at, *slopes = ctx.saved_tensors
         gradient = slopes[0].new_zeros(ctx.num_fed, slopes[0].shape[1])
         # One hidden state, of a prompt's last token, may predict first tokens of several samples.
-        for each, given in zip(slopes, of_outputs, strict=False):
-            gradient.index_add_(0, fed_at, each * given[rows, None].to(each.dtype))
-        return gradient, *[None] * 7
+        for each, output in zip(slopes, ctx.with_slopes, strict=True):
+            given = of_outputs[output][rows, None]
+            gradient.index_add_(0, fed_at, each * given.to(each.dtype))
+        return gradient, *[None] * 8
 
 
 class _Found(NamedTuple):
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
     slopes: tuple[torch.Tensor, ...] = ()
+    divergence: torch.Tensor | None = None
 
 
 def parts_of(rows: int, columns: int) -> Iterator[slice]:
@@ -219,6 +235,7 @@ def _of_rows(
     temperature: float,
     trained: Trained,
     told: bool,
+    taught: Taught | None = None,
 ) -> _Found:
     """What is found for a few rows."""
     weight, _, _, group = vocabulary
@@ -229,9 +246,14 @@ def _of_rows(
         sums = torch.stack([logits.exp_().sum(-1), of_label])
         all_reduce(sums, dist.ReduceOp.SUM, group)
         return _Found(sums[1] - sums[0].log())
+    compared = None
+    if taught is not None:
+        compared = Compared(taught, logits, *vocabulary.places(taught.ids))
     shares = logits.exp()
     weighted = logits.clamp_min_(LOWEST).mul_(shares)
     sums = torch.stack([shares.sum(-1), of_label, weighted.sum(-1)])
+    if compared is not None:
+        sums = torch.cat([sums, compared.sums(shares).t()])
     all_reduce(sums, dist.ReduceOp.SUM, group)
     total = sums[0].log()
     entropy = total - sums[2] / sums[0]
@@ -244,7 +266,11 @@ def _of_rows(
         # p (log p + entropy), where log p is a shifted logit less the total.
         weighted.div_(sums[0][:, None]).addcmul_(shares, (entropy - total)[:, None])
         slopes.append((weighted.to(weight.dtype) @ weight).div_(-temperature))
-    return _Found(sums[1] - total, entropy, tuple(slopes))
+    if compared is None:
+        return _Found(sums[1] - total, entropy, tuple(slopes))
+    divergence, of_logits = compared.found(sums[3:].t(), total, shares)
+    slopes.append((of_logits.to(weight.dtype) @ weight).div_(temperature))
+    return _Found(sums[1] - total, entropy, tuple(slopes), divergence)
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

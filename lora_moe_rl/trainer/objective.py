@@ -77,7 +77,12 @@ def scales_of(
     return aggregate(how, mine, batch.groups, batch.copies, longest, batch.conversations)
 
 
-def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None = None) -> Tokens:
+def tokens_of(
+    work: Work,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    divergence: torch.Tensor | None = None,
+) -> Tokens:
     """What an algorithm sees of a micro-batch: 0 wherever a token is not in the loss."""
     data, device = work.data, logprobs.device
     mask = on_device(torch.from_numpy(work.mask), device)
@@ -104,6 +109,7 @@ def tokens_of(work: Work, logprobs: torch.Tensor, entropy: torch.Tensor | None =
         entropy=None if entropy is None else inside(entropy),
         kl_coef=data.batch.kl_coef,
         selected=None if selected is None else inside(on_device(selected, device)),
+        divergence=None if divergence is None else inside(divergence),
     )
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lora_moe_rl.algorithms.parts.divergence import Divergence
 from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
+from lora_moe_rl.trainer.taught_head import Taught
 from lora_moe_rl.trainer.wide_head import WideLogProbs
 
 T, H, SIZE, PADDED = 41, 16, 97, 100
@@ -38,7 +40,8 @@ def bonus(entropy: torch.Tensor) -> torch.Tensor:
 
 
 def ours(hidden, labels, rows, vocabulary, trained=Trained.LOGPROBS):
-    logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, vocabulary, TEMPERATURE, trained)
+    asked = hidden, labels, rows, rows, vocabulary, TEMPERATURE, trained
+    logprobs, entropy, _ = LogProbs.apply(*asked)
     loss = clipped(logprobs[rows])
     if trained == Trained.ENTROPY_TOO:
         loss = loss + bonus(entropy[rows])
@@ -94,3 +97,38 @@ def wide_of_rank(rank: int, file: str) -> tuple[torch.Tensor, ...]:
     dist.all_reduce(gradient)
     dist.destroy_process_group()
     return sums.detach(), logprobs.detach(), gradient
+
+
+def taught_tensors():
+    """A teacher's four likeliest tokens at each place, and its logprobs of them."""
+    torch.manual_seed(4)
+    every = torch.log_softmax(2 * torch.randn(T, SIZE), -1)
+    likeliest = every.topk(4)
+    return likeliest.indices, likeliest.values
+
+
+def taught_ours(vocabulary, beta: float, fed_at=None):
+    """The divergence and the gradient of hidden."""
+    hidden, _, labels, rows = tensors()
+    taught = Taught(Divergence(4, beta), *taught_tensors())
+    at = rows if fed_at is None else fed_at
+    asked = hidden, labels, rows, at, vocabulary, TEMPERATURE, Trained.LOGPROBS, True, taught
+    _, _, divergence = LogProbs.apply(*asked)
+    (0.3 * divergence).sin().sum().backward()
+    outside = torch.ones(len(labels), dtype=torch.bool)
+    outside[rows] = False
+    assert not divergence[outside].any()
+    return divergence[rows], hidden.grad
+
+
+def taught_of_rank(rank: int, file: str, beta: float) -> tuple[torch.Tensor, ...]:
+    """So of the whole head."""
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    _, weight, *_ = tensors()
+    half = PADDED // 2
+    mine = weight[rank * half : (rank + 1) * half]
+    vocabulary = Vocabulary(mine, rank * half, SIZE, dist.group.WORLD)
+    divergence, gradient = taught_ours(vocabulary, beta)
+    dist.all_reduce(gradient)
+    dist.destroy_process_group()
+    return divergence.detach(), gradient

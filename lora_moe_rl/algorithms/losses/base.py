@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_moe_rl.algorithms.base import Tokens
+    from lora_moe_rl.algorithms.parts.divergence import Divergence
     from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens
 
 
@@ -20,7 +21,8 @@ class PolicyLoss(Part):
     tokens of a sample have the mean of its advantages. `selects`: whether it has a `select`, which
     says what `tokens.selected` is; it follows from that and is not declared. `needs_moved`: whether
     what it is for does nothing while no token has moved from `old`. `of_moved`: settings that do
-    nothing then, in a loss whose gradient is REINFORCE's."""
+    nothing then, in a loss whose gradient is REINFORCE's. `of_any_policy`: whether it is what it is
+    whichever policy has sampled the tokens, so that nothing allows for an older one."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     has_ratio: ClassVar[bool] = True
@@ -28,6 +30,7 @@ class PolicyLoss(Part):
     selects: ClassVar[bool] = False
     needs_moved: ClassVar[bool] = False
     of_moved: ClassVar[tuple[str, ...]] = ()
+    of_any_policy: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -37,6 +40,11 @@ class PolicyLoss(Part):
                 "the method select"
             )
         cls.selects = cls.select is not PolicyLoss.select
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """See `Algorithm.divergence`."""
+        return None
 
     def select(self, tokens: StepTokens) -> Selection:
         """See `Algorithm.select`; `old` is what the ratio is against, here as in `values`."""

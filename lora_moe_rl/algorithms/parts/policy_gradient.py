@@ -47,6 +47,7 @@ from lora_moe_rl.data.samples import Group
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lora_moe_rl.algorithms.parts.divergence import Divergence
     from lora_moe_rl.algorithms.rejections.base import Rejection
 
 
@@ -109,8 +110,9 @@ class PolicyGradient(Algorithm):
     @classmethod
     def corrects(cls, settings: PolicyGradientConfig) -> bool:
         """A rejection alone leaves out what is too far, and weighs nothing."""
-        has_ratio = PARTS["loss"].find(settings.loss).has_ratio
-        return settings.correction_part.corrects or (settings.anchor == "rollout" and has_ratio)
+        loss = PARTS["loss"].find(settings.loss)
+        weighs = settings.anchor == "rollout" and loss.has_ratio
+        return settings.correction_part.corrects or weighs or loss.of_any_policy
 
     @property
     def passes(self) -> frozenset[Pass]:
@@ -122,6 +124,10 @@ class PolicyGradient(Algorithm):
     @property
     def trains_entropy(self) -> bool:
         return self.settings.entropy_coef > 0
+
+    @property
+    def divergence(self) -> Divergence | None:
+        return self._loss.divergence
 
     @property
     def teacher(self) -> AnyTeacher | None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from lora_moe_rl.algorithms.advantages.base import Advantage
 from lora_moe_rl.algorithms.corrections.base import Correction, WeightSettings
+from lora_moe_rl.algorithms.losses.base import PolicyLoss
 from lora_moe_rl.algorithms.parts.correction_presets import settings_of
 from lora_moe_rl.algorithms.parts.kl_control import LARGEST_ERROR
 from lora_moe_rl.algorithms.parts.selection import check_selection
@@ -164,7 +165,8 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
     def _check_updates(self) -> None:
         """Several updates of the same samples: all but the first are of another policy's."""
         loss, correction = PARTS["loss"].find(self.loss), self.correction_part
-        if self.on_policy or loss.has_ratio or (self.anchor == "rollout" and correction.corrects):
+        allowed = loss.has_ratio or loss.of_any_policy
+        if self.on_policy or allowed or (self.anchor == "rollout" and correction.corrects):
             return
         raise ValueError(
             f"algorithm.epochs={self.epochs} and algorithm.mini_batches={self.mini_batches} make "
@@ -236,10 +238,23 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
 
     def _check_teacher(self) -> None:
         """What goes by rewards, and has nothing to go by when a teacher alone teaches."""
-        if not PARTS["advantage"].find(self.advantage).needs_teacher:
+        needs_teacher = PARTS["advantage"].find(self.advantage).needs_teacher
+        distils = PARTS["loss"].find(self.loss).divergence is not PolicyLoss.divergence
+        itself = isinstance(self, SelfTeacherSettings)
+        if distils and (itself or not needs_teacher):
+            raise ValueError(
+                f"algorithm.loss={self.loss} compares the policy with the likeliest tokens of a "
+                f"teacher behind a server, and algorithm.advantage={self.advantage} asks none; set "
+                "advantage=teacher, which names it (algorithm=distillation)"
+            )
+        if not needs_teacher:
             return
         weight = getattr(self, "reward_weight")  # noqa: B009 (of the part)
-        itself = isinstance(self, SelfTeacherSettings)
+        if distils and weight:
+            raise ValueError(
+                f"algorithm.reward_weight={weight:g} weighs advantages of rewards, and algorithm."
+                f"loss={self.loss} goes by no advantage; leave it at 0, or take algorithm=opd"
+            )
         if self.draw_again and not itself:
             raise ValueError(
                 f"algorithm.draw_again={self.draw_again} replaces prompts whose rewards are all "

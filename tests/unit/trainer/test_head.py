@@ -50,7 +50,7 @@ def test_the_gradient_of_the_entropy_alone_is_torchs():
     """To a millionth of its largest: no gradient of a logprob is there to hide it."""
     hidden, weight, labels, rows = tensors()
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    _, entropy = LogProbs.apply(
+    _, entropy, _ = LogProbs.apply(
         hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
     )
     bonus(entropy[rows]).backward()
@@ -67,7 +67,7 @@ def test_the_entropy_of_a_policy_that_is_sure_has_no_gradient():
     hidden, weight, labels, rows = tensors()
     sure = (hidden.detach() * 1e7).requires_grad_()
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    _, entropy = LogProbs.apply(
+    _, entropy, _ = LogProbs.apply(
         sure, labels, rows, rows, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
     )
     entropy.sum().backward()
@@ -79,7 +79,7 @@ def test_tokens_may_be_predicted_by_one_hidden_state():
     hidden, weight, labels, rows = tensors()
     fed_at = rows // 2
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    logprobs, entropy = LogProbs.apply(
+    logprobs, entropy, _ = LogProbs.apply(
         hidden, labels, rows, fed_at, vocabulary, TEMPERATURE, Trained.ENTROPY_TOO
     )
     (clipped(logprobs[rows]) + bonus(entropy[rows])).backward()
@@ -97,7 +97,7 @@ def test_no_row_at_all_is_a_gradient_of_zero():
     hidden, weight, labels, _ = tensors()
     none = torch.zeros(0, dtype=torch.int64)
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    logprobs, entropy = LogProbs.apply(
+    logprobs, entropy, _ = LogProbs.apply(
         hidden, labels, none, none, vocabulary, 1.0, Trained.ENTROPY_TOO
     )
     (logprobs + entropy).sum().backward()
@@ -107,11 +107,11 @@ def test_no_row_at_all_is_a_gradient_of_zero():
 def test_without_gradients_the_logprobs_are_the_same_and_nothing_is_kept():
     hidden, weight, labels, rows = tensors()
     vocabulary = Vocabulary(weight, 0, SIZE, None)
-    with_them, _ = LogProbs.apply(
+    with_them, _, _ = LogProbs.apply(
         hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.LOGPROBS
     )
     with torch.no_grad():
-        without, entropy = LogProbs.apply(
+        without, entropy, _ = LogProbs.apply(
             hidden, labels, rows, rows, vocabulary, TEMPERATURE, Trained.NOTHING
         )
     assert torch.equal(without, with_them.detach()) and without.grad_fn is None
@@ -122,7 +122,7 @@ def test_without_gradients_the_entropy_is_told_where_it_is_wanted():
     hidden, weight, labels, rows = tensors()
     with torch.no_grad():
         arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.NOTHING, True)
-        logprobs, entropy = LogProbs.apply(hidden, labels, rows, rows, *arguments)
+        logprobs, entropy, _ = LogProbs.apply(hidden, labels, rows, rows, *arguments)
     check((logprobs[rows], entropy[rows]), rows, by_torch(hidden, weight, labels, rows)[:2])
 
 
