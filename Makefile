@@ -102,6 +102,7 @@ test-all: $(STAMP)
 ORACLES ?= .venv-oracles
 RECORDS ?= tests/unit/algorithms/oracles.json
 SDPO_RECORDS ?= tests/unit/rewards/sdpo_oracle.json
+DISTILLATION_RECORDS ?= tests/unit/trainer/distillation_oracle.json
 
 oracles: $(STAMP)
 	test -x $(ORACLES)/bin/python || $(PYTHON) -m venv $(ORACLES)
@@ -109,6 +110,7 @@ oracles: $(STAMP)
 	$(BIN)/uv pip install --python $(ORACLES)/bin/python --no-deps -r tests/oracles/requirements.txt
 	$(ORACLES)/bin/python tests/oracles/record.py $(RECORDS)
 	$(ORACLES)/bin/python tests/oracles/sdpo.py $(SDPO_RECORDS)
+	$(ORACLES)/bin/python tests/oracles/distillation.py $(DISTILLATION_RECORDS)
 
 # Packages of agents, each in an environment of its own, beside ours (docs/endpoint.md):
 # make agents-openai, make agents-verifiers.

@@ -107,13 +107,16 @@ def communication(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     return gathered + exchanged + staged
 
 
-def head(shape: ModelShape, t: int, tokens: int, b: int, entropy: bool) -> int:
+def head(
+    shape: ModelShape, t: int, tokens: int, b: int, entropy: bool, divergence: bool = False
+) -> int:
     """Bytes of a micro-batch of so many tokens: logits of a few rows, and of each token three
     hidden states: what its logprob has kept, and its gradient, twice in the backward; and what its
-    entropy has kept, where that is trained."""
+    entropy has kept, where that is trained, and its divergence from a teacher, which also wants
+    logits once more."""
     columns = math.ceil(shape.vocab_size / t)
-    logits = LOGIT_BYTES * min(tokens, rows_at_once(columns)) * columns
-    return logits + (HEAD_ROWS + entropy) * tokens * shape.hidden_size * b
+    logits = (LOGIT_BYTES + 4 * divergence) * min(tokens, rows_at_once(columns)) * columns
+    return logits + (HEAD_ROWS + entropy + divergence) * tokens * shape.hidden_size * b
 
 
 def widths(shape: ModelShape) -> tuple[int, int]:

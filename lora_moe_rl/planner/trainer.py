@@ -277,7 +277,9 @@ class TrainerMemory:
             activations = min(activations, tokens * here)
         logits = 0
         if shape.num_layers - 1 in layers:
-            logits = head(shape, trainer.tp, tokens, b, algorithms.make(config).trains_entropy)
+            own = algorithms.make(config)
+            trained = own.trains_entropy, own.divergence is not None
+            logits = head(shape, trainer.tp, tokens, b, *trained)
         moving = {
             "activations": int(activations),
             "one layer's work": int(tokens * work),

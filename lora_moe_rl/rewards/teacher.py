@@ -1,22 +1,24 @@
 """A teacher behind an OpenAI-compatible server: what it would have given the sampled tokens.
 
-    POST /v1/completions {"prompt": [token ids of a sample], "max_tokens": 1, "prompt_logprobs": 0}
+    POST /v1/completions {"prompt": [token ids of a sample], "max_tokens": 1, "prompt_logprobs": K}
 
 `prompt_logprobs` is vLLM's: for each token of the prompt its logprob under the model, at
-temperature 1, by the token's id. Token ids go there and are looked up in what comes back, so that
-nothing is tokenised again and a logprob of another token is noticed.
+temperature 1, by the token's id, and those of the K likeliest tokens there. Token ids go there and
+are looked up in what comes back, so that nothing is tokenised again and a logprob of another token
+is noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lora_moe_rl.config.teacher import TeacherSettings
-from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.samples import Group, Likeliest, Sample
 from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.server import Server
 
@@ -31,11 +33,12 @@ SHOWN = 3
 
 class Teacher:
     """`alone`: whether nothing else gives rewards; a sample's reward is then minus its reverse KL
-    to the teacher, the mean over its tokens. Raises ConfigError for settings that cannot work."""
+    to the teacher, the mean over its tokens. `top_k`: of how many of its likeliest tokens it is
+    asked. Raises ConfigError for settings that cannot work."""
 
-    def __init__(self, settings: TeacherSettings, alone: bool):
+    def __init__(self, settings: TeacherSettings, alone: bool, top_k: int = 0):
         check_named(settings)
-        self.model, self.alone = settings.teacher_model, alone
+        self.model, self.alone, self.top_k = settings.teacher_model, alone, top_k
         self._server = Server(
             "teacher",
             KEYS,
@@ -48,21 +51,39 @@ class Teacher:
         )
 
     async def score(self, group: Group) -> None:
-        """Puts the teacher's logprobs into a group, and rewards if it is `alone`. A sample that it
-        could not score has failed: no reward, and a line in the failures."""
+        """Puts the teacher's logprobs into a group, its likeliest tokens, and rewards if it is
+        `alone`. A sample that it could not score has failed: no reward, and a line in the
+        failures."""
         asked = (self._of_response(sample) for sample in group.samples)
-        put(group, await asyncio.gather(*asked, return_exceptions=True), self.alone)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [one if isinstance(one, BaseException) else one[0] for one in found]
+        put(group, failed, self.alone)
+        if self.top_k:
+            group.likeliest = [
+                self._nothing(sample) if isinstance(one, BaseException) else one[1]
+                for sample, one in zip(group.samples, found, strict=True)
+            ]
 
-    async def _of_response(self, sample: Sample) -> np.ndarray:
-        """float32 [R], 0 for tokens that no policy sampled."""
-        every = await self.logprobs(sample.token_ids.tolist())
-        return every[len(sample.prompt_ids) - 1 :] * sample.mask
+    async def _of_response(self, sample: Sample) -> tuple[np.ndarray, Likeliest]:
+        """Logprobs, float32 [R], 0 for tokens that no policy sampled, and the likeliest tokens at
+        each place, [R, K]."""
+        steps = (await self._steps(sample.token_ids.tolist()))[len(sample.prompt_ids) - 1 :]
+        own = np.array([step.own["logprob"] for step in steps], np.float32)
+        ids = np.array([step.ids for step in steps], np.int32)
+        logprobs = np.array([step.logprobs for step in steps], np.float32)
+        return own * sample.mask, Likeliest(ids, logprobs)
+
+    def _nothing(self, sample: Sample) -> Likeliest:
+        """What stands for a sample that could not be scored, of which nothing is learned: any
+        tokens, which are as likely as each other."""
+        ids = np.tile(np.arange(self.top_k, dtype=np.int32), (len(sample.mask), 1))
+        return Likeliest(ids, np.full(ids.shape, -np.log(2 * self.top_k), np.float32))
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [L - 1], of every token after the first. Raises RewardError."""
-        return np.array([step["logprob"] for step in await self._steps(token_ids)], np.float32)
+        return np.array([step.own["logprob"] for step in await self._steps(token_ids)], np.float32)
 
-    async def _steps(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+    async def _steps(self, token_ids: Sequence[int]) -> list[Step]:
         """What is said of each token after the first. Raises RewardError when it is said of others,
         or is no logprob."""
         answer = await self._server.ask(
@@ -71,12 +92,13 @@ class Teacher:
                 prompt=list(token_ids),
                 max_tokens=1,
                 temperature=1,
-                extra_body={"prompt_logprobs": 0},
+                extra_body={"prompt_logprobs": self.top_k},
             )
         )
         choices = getattr(answer, "choices", None) or [None]
+        given = getattr(choices[0], "prompt_logprobs", None)
         try:
-            return list(_steps(getattr(choices[0], "prompt_logprobs", None), token_ids))
+            return list(_steps(given, token_ids, self.top_k))
         except (KeyError, TypeError, ValueError) as error:
             raise RewardError(
                 f"the teacher at {self._server.url} answered without the logprobs of the tokens "
@@ -101,12 +123,14 @@ class Teacher:
             raise ConfigError(f"{KEYS}url={self._server.url}: {error}") from error
         count = compare_texts(tokenizer, ids, said)
         takes = "" if most is None else f", takes {most:,} tokens"
-        return f"{self.model} at {self._server.url}{takes}; {count} token ids mean the same to it"
+        tells = f", tells its {self.top_k} likeliest of each" if self.top_k else ""
+        where = f"{self.model} at {self._server.url}{takes}{tells}"
+        return f"{where}; {count} token ids mean the same to it"
 
     async def _texts(self, ids: list[int]) -> list[str | None]:
         """What each id is to the teacher; None where it does not say."""
         steps = await self._steps([ids[0], *ids])  # of the first token nothing is said
-        return [step.get("decoded_token") for step in steps]
+        return [step.own.get("decoded_token") for step in steps]
 
     async def _most_tokens(self) -> int | None:
         """Tokens of a request, None where the server does not say."""
@@ -158,9 +182,18 @@ def check_named(settings: TeacherSettings) -> None:
             )
 
 
-def _steps(given: Any, token_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+class Step(NamedTuple):
+    """What is said of a token, and the teacher's likeliest tokens in its place, the likeliest
+    first, as many as were asked for."""
+
+    own: dict[str, Any]
+    ids: list[int]
+    logprobs: list[float]
+
+
+def _steps(given: Any, token_ids: Sequence[int], top_k: int) -> Iterator[Step]:
     """What `prompt_logprobs` says of each token after the first. Raises KeyError, TypeError or
-    ValueError for what are no logprobs of these tokens."""
+    ValueError for what are no logprobs of these tokens, or of fewer than were asked for."""
     if given is None:
         raise ValueError("no prompt_logprobs (they are vLLM's; does another program serve it?)")
     if len(given) != len(token_ids):
@@ -171,7 +204,21 @@ def _steps(given: Any, token_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
         value = float(step[str(token)]["logprob"])
         if not MINUS_INFINITY < value <= ROUNDING:
             raise ValueError(f"token {token} at place {place} has {value:g}, which is no logprob")
-        yield step[str(token)]
+        yield Step(step[str(token)], *_likeliest(step, place, top_k))
+
+
+def _likeliest(step: dict[str, Any], place: int, top_k: int) -> tuple[list[int], list[float]]:
+    """The ids and logprobs of the `top_k` likeliest of the tokens that are told at a place; vLLM
+    tells the prompt's own token too, where it is none of them."""
+    every = sorted(
+        ((float(one["logprob"]), int(token)) for token, one in step.items()), reverse=True
+    )
+    if len(every) < top_k:
+        raise ValueError(f"at place {place} are {len(every)} tokens, and {top_k} were asked for")
+    ids, logprobs = [token for _, token in every[:top_k]], [one for one, _ in every[:top_k]]
+    if sum(map(math.exp, logprobs)) > 1 + ROUNDING or any(token < 0 for token in ids):
+        raise ValueError(f"at place {place} are {ids} with {logprobs}, which are no probabilities")
+    return ids, logprobs
 
 
 def probe_ids(tokenizer: Any) -> list[int]:

@@ -285,7 +285,7 @@ class Preflight:
         from lora_moe_rl.run import taught
 
         if isinstance(settings, TeacherSettings):
-            return taught.ask(settings, self.tokenizer, config.model.max_length)
+            return taught.ask(self.algorithm, self.tokenizer, config.model.max_length)
         examples = self.source.examples(len(config.data.sources()))
         text, more = taught.try_reading(settings, config, self.environment, examples)
         self.warnings += more

@@ -298,7 +298,7 @@ def _teacher(
     from lora_moe_rl.run import taught
 
     assert actors.served is not None  # an offline run has no teacher
-    engines, asked = actors.served.engines, (algorithm.teacher, run.config, run.environment)
+    engines, asked = actors.served.engines, (algorithm, run.config, run.environment)
     return taught.open_teacher(*asked, engines, lambda: publisher.version, timeline)
 
 

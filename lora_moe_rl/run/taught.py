@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lora_moe_rl import ports
+from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
-from lora_moe_rl.config.teacher import AnyTeacher, SelfTeacherSettings, TeacherSettings
+from lora_moe_rl.config.teacher import SelfTeacherSettings, TeacherSettings
 from lora_moe_rl.data.samples import Prompt
 from lora_moe_rl.environments.base import Environment
 from lora_moe_rl.errors import ConfigError, RewardError
@@ -22,17 +23,18 @@ SHOWN = "0"  # stands for what is shown, which is as long as it is
 
 
 def open_teacher(
-    settings: AnyTeacher,
+    algorithm: Algorithm,
     config: RunConfig,
     environment: Environment,
     engines: ports.Engines,
     newest: Callable[[], int],
     timeline: Timeline,
 ) -> ports.Teacher:
-    """The teacher of a run. `newest`: the version that `engines` serve."""
-    alone = isinstance(environment.rewards, NoRewards)
+    """The teacher of an algorithm that has one. `newest`: the version that `engines` serve."""
+    settings, alone = algorithm.teacher, isinstance(environment.rewards, NoRewards)
+    assert settings is not None
     if isinstance(settings, TeacherSettings):
-        return Teacher(settings, alone)
+        return Teacher(settings, alone, top_k(algorithm))
     reader, prompts = _reader(settings, config, environment), config.algorithm.prompts_per_step
 
     def watch(number: int) -> ports.Watch:
@@ -46,11 +48,18 @@ def _reader(settings: SelfTeacherSettings, config: RunConfig, environment: Envir
     return Reader(settings, sources, environment.prompt_tokenizer, length)
 
 
-def ask(settings: TeacherSettings, tokenizer: Any, longest: int) -> str:
+def top_k(algorithm: Algorithm) -> int:
+    """Of how many of its likeliest tokens a teacher is asked at each place."""
+    return 0 if algorithm.divergence is None else algorithm.divergence.top_k
+
+
+def ask(algorithm: Algorithm, tokenizer: Any, longest: int) -> str:
     """What a server says of its teacher, as a sentence. Raises ConfigError as `Teacher.probe`."""
+    settings = algorithm.teacher
+    assert isinstance(settings, TeacherSettings)
 
     async def probe() -> str:
-        teacher = Teacher(settings, alone=False)
+        teacher = Teacher(settings, alone=False, top_k=top_k(algorithm))
         try:
             return await teacher.probe(tokenizer, longest)
         finally:

@@ -13,10 +13,11 @@ import numpy as np
 
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.adapters.spec import AdapterSpec
-from lora_moe_rl.config import RunConfig, TrainerConfig
+from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig
+from lora_moe_rl.config import AlgorithmConfig, RunConfig, TrainerConfig
 from lora_moe_rl.config.options import names, positive, verify_parser
 from lora_moe_rl.config.overrides import with_settings
-from lora_moe_rl.config.plugins import ALGORITHMS
+from lora_moe_rl.config.plugins import ALGORITHMS, PARTS
 from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
@@ -29,9 +30,9 @@ from lora_moe_rl.verify.report import Check, Say, progress
 
 ABOUT = """\
 For each algorithm, the loss and the gradient of one step with random adapters, samples and replayed
-routes (a base or start that it is measured against routes by itself): of a plain reference that
-takes the whole step at once in float64, of one rank with one micro-batch, of one rank with many,
-and of each layout. Every algorithm comes as it is set and, where it has that setting, with
+routes (a base or start that it is measured against routes by itself; a teacher's likeliest tokens
+are random too): of a plain reference that takes the whole step at once in float64, of one rank with
+one micro-batch, of one rank with many, and of each layout. Every algorithm comes as it is set and, where it has that setting, with
 algorithm.anchor=rollout, since a ratio to the trainer's own logprobs is 1 in a step's first update.
 Of one that learns from pairs (dpo) the loss is the sum of products that has its gradient. That the
 formulas are the published ones is shown by the project's tests, against verl's and TRL's numbers.
@@ -197,10 +198,17 @@ def cases_of(config: RunConfig, wanted: Sequence[str]) -> dict[str, RunConfig]:
     for name in wanted:
         section = {"name": name, **given}
         cases[name] = with_settings(ANY_RUN, {"algorithm": section})
-        if getattr(cases[name].algorithm, "anchor", "rollout") != "rollout":
+        if _has_ratio_to_trainer(cases[name].algorithm):
             at_rollout = {"algorithm": section | {"anchor": "rollout"}}
             cases[f"{name}, anchor=rollout"] = with_settings(ANY_RUN, at_rollout)
     return cases
+
+
+def _has_ratio_to_trainer(settings: AlgorithmConfig) -> bool:
+    """Whether it has one that could be to the rollout as well."""
+    if not isinstance(settings, PolicyGradientConfig) or settings.anchor == "rollout":
+        return False
+    return PARTS["loss"].find(settings.loss).has_ratio
 
 
 def main(argv: Sequence[str]) -> int:

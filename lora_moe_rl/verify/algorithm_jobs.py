@@ -1,16 +1,16 @@
 """What the ranks compute for `verify algorithm`, and the plain reference beside them.
 
 The reference takes all samples of the step at once, in float64, knowing neither micro-batches nor
-ranks, and gives the loss and what each token's logprob is worth to it, and its entropy where the
-loss goes by that. The trainer then only turns these worths into a gradient of the adapters, by a
-loss that is a plain sum of products.
+ranks, and gives the loss and what each token's logprob is worth to it, and its entropy or its
+divergence from a teacher where the loss goes by those. The trainer then only turns these worths
+into a gradient of the adapters, by losses that are plain sums of products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from lora_moe_rl.adapters.shards import Shard
 from lora_moe_rl.adapters.spec import VALUE_HEAD, AdapterSpec
 from lora_moe_rl.algorithms.base import Algorithm, Known, Loss, Tokens
 from lora_moe_rl.algorithms.parts.aggregation import aggregate
+from lora_moe_rl.algorithms.parts.divergence import Divergence
 from lora_moe_rl.algorithms.parts.reweight import draw
 from lora_moe_rl.algorithms.parts.selection import StepTokens, lots_of
-from lora_moe_rl.config import RunConfig
+from lora_moe_rl.config import AlgorithmConfig, RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import unpack
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.router_replay.table import RouteTable
 from lora_moe_rl.verify.inputs import random_adapter
 from lora_moe_rl.verify.jobs import STRENGTH
@@ -46,17 +48,37 @@ class Inputs:
 
 
 def batch_of(inputs: Inputs, config: RunConfig) -> TrainBatch:
-    """The samples as the algorithm takes them: in pairs, for one that learns from those, or drawn
-    once more by their rewards, if it does so."""
+    """The samples as the algorithm takes them: in pairs, for one that learns from those, with what
+    a teacher finds likely, or drawn once more by their rewards, if it does so."""
     batch, settings = inputs.batch, config.algorithm
     if config.learns_from == "pairs":
         return replace(batch, groups=np.arange(len(batch.groups)) // 2)
+    if (divergence := algorithms.make(config).divergence) is not None:
+        batch = _taught(batch, divergence.top_k)
     if settings.reweight is None:
         return batch
     assert batch.rewards is not None
     draws = np.random.default_rng(5)
     copies = draw(batch.rewards, settings.reweight, settings.reweight_power, draws)
     return replace(batch, copies=copies)
+
+
+def _taught(batch: TrainBatch, top_k: int) -> TrainBatch:
+    """With so many likeliest tokens of a teacher at each place, to which it gives half of all, more
+    or less, at random."""
+    rng, size = np.random.default_rng(6), 1 + max(int(ids.max()) for ids in batch.token_ids)
+    if top_k > size:
+        raise ConfigError(
+            f"algorithm.teacher_top_k={top_k} are more tokens than the model has; lower it"
+        )
+    ids, logprobs = [], []
+    for weights in batch.weights:
+        first = rng.integers(0, size, (len(weights), 1))
+        ids.append(((first + np.arange(top_k) * (size // top_k)) % size).astype(np.int32))
+        drawn = np.exp(rng.normal(0, 1, (len(weights), top_k + 1)))
+        shares = 0.5 * drawn / drawn.sum(-1, keepdims=True)
+        logprobs.append(np.log(shares[:, :top_k]).astype(np.float32))
+    return replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)
 
 
 def near_rollout(worker, spec: AdapterSpec, inputs: Inputs) -> list[np.ndarray] | None:
@@ -96,24 +118,58 @@ def reference(worker, spec: AdapterSpec, inputs: Inputs) -> dict[str, Found]:
         config = with_algorithm(worker.engine.config, case)
         batch = batch_of(inputs, config)
         values = _values(worker, spec, config, inputs)
-        against = start if algorithms.make(config).from_start else base
-        loss, worths, of_entropy = plain(config, batch, own, against, values, entropies)
-        count = sum(len(worth) for worth in worths)
-        linear = replace(
-            batch,
-            advantages=[(worth * count).astype(np.float32) for worth in worths],
-            logprobs=[(worth * count).astype(np.float32) for worth in of_entropy],
-            weights=[np.ones(len(worth), np.float32) for worth in worths],
-            copies=np.ones(len(worths), np.int64),
-        )
-        config = with_algorithm(config, RunConfig())
-        one = Inputs(linear, inputs.table, {})
-        product, shards = _gradients(worker, config, Linear(config.algorithm, 1), one)
+        algorithm = algorithms.make(config)
+        against = start if algorithm.from_start else base
+        loss, worths = plain(config, batch, own, against, values, entropies)
+        config, one = with_algorithm(config, RunConfig()), Inputs(batch, inputs.table, {})
+        product, shards = _product(worker, config, one, worths.logprobs, worths.entropies)
         # `plain` knows no entropies: what they add is what the product is more than the logprobs'.
-        if any(worth.any() for worth in of_entropy):
-            loss += product - sum(float(w @ o) for w, o in zip(worths, own, strict=True))
+        if any(worth.any() for worth in worths.entropies):
+            loss += product - sum(float(w @ o) for w, o in zip(worths.logprobs, own, strict=True))
+        if algorithm.divergence is not None:  # nor divergences
+            apart = LinearDivergence(config.algorithm, 1, algorithm.divergence)
+            product, more = _product(worker, config, one, worths.divergences, None, apart)
+            loss, shards = loss + product, _added(shards, more)
         found[name] = loss, shards
     return found
+
+
+def _product(
+    worker,
+    config: RunConfig,
+    inputs: Inputs,
+    worths: Sequence[np.ndarray],
+    of_entropy: Sequence[np.ndarray] | None = None,
+    linear: Algorithm | None = None,
+) -> Found:
+    """The sum of products of tokens' worths, by `linear` (None: of logprobs and entropies), and its
+    gradient."""
+    count = sum(len(worth) for worth in worths)
+    others = [0 * worth for worth in worths] if of_entropy is None else of_entropy
+    batch = replace(
+        inputs.batch,
+        advantages=[(worth * count).astype(np.float32) for worth in worths],
+        logprobs=[(worth * count).astype(np.float32) for worth in others],
+        weights=[np.ones(len(worth), np.float32) for worth in worths],
+        copies=np.ones(len(worths), np.int64),
+    )
+    linear = linear or Linear(config.algorithm, 1)
+    return _gradients(worker, config, linear, Inputs(batch, inputs.table, {}))
+
+
+def _added(shards: Sequence[Shard], others: Sequence[Shard]) -> list[Shard]:
+    """The sum of two gradients of one rank."""
+    pairs = zip(shards, others, strict=True)
+    return [replace(one, data=one.data + other.data) for one, other in pairs]
+
+
+class Worths(NamedTuple):
+    """What the logprob, the entropy and the divergence of each token are worth to the loss, float64
+    `[R]` of each sample."""
+
+    logprobs: list[np.ndarray]
+    entropies: list[np.ndarray]
+    divergences: list[np.ndarray]
 
 
 def plain(
@@ -123,9 +179,9 @@ def plain(
     reference: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None = None,
     entropies: Sequence[np.ndarray] | None = None,
-) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
-    """The loss of the step, were all entropies 0; d loss / d logprob and d loss / d entropy of
-    each token, float64 [R] a sample. own, reference: logprobs [R] of the responses, of the policy
+) -> tuple[float, Worths]:
+    """The loss of the step, were all entropies and divergences 0, and what those of each token are
+    worth to it. own, reference: logprobs [R] of the responses, of the policy
     and of what it is measured against. values: [R], of a critic. entropies: [R], by which tokens
     may be selected. A sample that stands in the loss several times is there so often."""
     import torch
@@ -141,8 +197,8 @@ def plain(
     selected: Tensor | None = None
     leaf = torch.from_numpy(np.concatenate(own).astype(np.float64)).requires_grad_()
     logprobs = torch.cat([leaf.split(lengths)[i] for i in standing])
-    no_entropy = torch.zeros_like(leaf).requires_grad_()
-    entropy = torch.cat([no_entropy.split(lengths)[i] for i in standing])
+    zeros = [torch.zeros_like(leaf).requires_grad_() for _ in range(2)]
+    entropy, divergence = (torch.cat([one.split(lengths)[i] for i in standing]) for one in zeros)
     rewards: list[np.ndarray] = []
     if batch.rewards is not None:
         rewards = [np.repeat(*one) for one in zip(batch.rewards, lengths, strict=True)]
@@ -168,6 +224,7 @@ def plain(
             rewards=inside(rewards) if algorithm.revises else None,
             entropy=entropy.where(stays, 0) if algorithm.trains_entropy else None,
             selected=selected,
+            divergence=None if algorithm.divergence is None else divergence.where(stays, 0),
         )
 
     for kept_alone in (False, True):
@@ -187,9 +244,9 @@ def plain(
     scales = aggregate(config.algorithm.aggregation, kept, groups, once, longest)
     factor = weights * scales.of_sample.astype(np.float64)[sample_of]
     loss = (losses * torch.from_numpy(factor)).sum() / max(scales.divisor, 1)
-    worths = torch.autograd.grad(loss, (leaf, no_entropy), materialize_grads=True)
-    each = [np.split(one.numpy(), np.cumsum(lengths)[:-1]) for one in worths]
-    return loss.item(), *each
+    worths = torch.autograd.grad(loss, (leaf, *zeros), materialize_grads=True)
+    each = (np.split(one.numpy(), np.cumsum(lengths)[:-1]) for one in worths)
+    return loss.item(), Worths(*each)
 
 
 def _revised(
@@ -242,6 +299,22 @@ class Linear(Algorithm):
     def loss(self, tokens: Tokens) -> Loss:
         assert tokens.entropy is not None
         return Loss(tokens.advantages * tokens.logprobs + tokens.rollout * tokens.entropy)
+
+
+class LinearDivergence(Algorithm):
+    """The sum of advantage times divergence."""
+
+    def __init__(self, settings: AlgorithmConfig, max_response_tokens: int, divergence: Divergence):
+        super().__init__(settings, max_response_tokens)
+        self._divergence = divergence
+
+    @property
+    def divergence(self) -> Divergence:
+        return self._divergence
+
+    def loss(self, tokens: Tokens) -> Loss:
+        assert tokens.divergence is not None
+        return Loss(tokens.advantages * tokens.divergence)
 
 
 def with_algorithm(config: RunConfig, case: RunConfig) -> RunConfig:

@@ -13,21 +13,25 @@ MODEL = "sage"
 
 
 class TeacherServer(JsonServer):
-    """`score(ids)` are the logprobs of all but the first, `decode(id)` is what an id stands for.
+    """`score(ids)` are the logprobs of all but the first, `decode(id)` is what an id stands for,
+    `likeliest(ids)` are the likeliest tokens in the place of each but the first.
 
     fault: what is wrong with its answers: `shifted` (each logprob is that of the token before),
     `other ids`, `no field`, `infinite`, `500`, `hang`, `mute` (ids are not decoded); None: nothing.
-    Of every other request alone when `seldom`. `asked`: the bodies of the requests.
+    Of every other request alone when `seldom`. `failing`: the one prompt that it fails. `asked`:
+    the bodies of the requests.
     """
 
-    def __init__(self, score, decode, most_tokens: int):
+    def __init__(self, score, decode, most_tokens: int, likeliest):
         super().__init__(Handler)
         self.score, self.decode, self.most_tokens = score, decode, most_tokens
+        self.likeliest = likeliest
         self.fault: str | None = None
         self.seldom = False
+        self.failing: list[int] = []
         self.asked: list[dict] = []
 
-    def steps(self, ids: list[int], fault: str | None) -> list[dict | None] | None:
+    def steps(self, ids: list[int], fault: str | None, top_k: int) -> list[dict | None] | None:
         """The field prompt_logprobs."""
         values = [float(value) for value in self.score(ids)]
         keys = ids[1:]
@@ -42,6 +46,11 @@ class TeacherServer(JsonServer):
             {str(i): {"logprob": value, "rank": 1, "decoded_token": text}}
             for i, value, text in zip(keys, values, texts, strict=True)
         ]
+        if top_k:
+            for step, others in zip(said, self.likeliest(ids), strict=True):
+                for rank, (i, value) in enumerate(list(others.items())[:top_k], 1):
+                    one = {"logprob": value, "rank": rank, "decoded_token": self.decode(i)}
+                    step.setdefault(str(i), one)
         return None if fault == "no field" else [None, *said]
 
 
@@ -59,7 +68,8 @@ class Handler(JsonHandler):
             server.asked.append(body)
             spared = server.seldom and len(server.asked) % 2
             fault = None if spared else server.fault
-            steps = server.steps(body["prompt"], fault)
+            fault = "500" if body["prompt"] == server.failing else fault
+            steps = server.steps(body["prompt"], fault, body["prompt_logprobs"])
         if fault == "hang":
             server.hang()
         elif fault == "500":
@@ -79,6 +89,7 @@ def teacher_server(
     score: Callable[[list[int]], Sequence[float] | np.ndarray] = made_up,
     decode: Callable[[int], str] = chr,
     most_tokens: int = 4096,
+    likeliest: Callable[[list[int]], Sequence[dict[int, float]]] | None = None,
 ) -> Iterator[TeacherServer]:
-    with serving(TeacherServer(score, decode, most_tokens)) as server:
+    with serving(TeacherServer(score, decode, most_tokens, likeliest)) as server:
         yield server

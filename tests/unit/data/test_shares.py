@@ -42,6 +42,8 @@ def batch_of() -> TrainBatch:
     batch.splits = {5: (int(prompts[5]) + 1,)}
     batch.targets = [rng.integers(0, 99, (len(w), 3), np.int32) for w in batch.weights]
     batch.marks = [rng.random(len(w)) > 0.5 for w in batch.weights]
+    batch.teacher_ids = [rng.integers(0, 99, (len(w), 2), np.int32) for w in batch.weights]
+    batch.teacher_logprobs = [-rng.random((len(w), 2), np.float32) for w in batch.weights]
     return batch
 
 

@@ -26,8 +26,8 @@ def step(**more) -> TrainBatch:
 
 def worths(algorithm: dict, batch: TrainBatch) -> np.ndarray:
     base = [np.array([-1.0, -2.0]), np.array([-4.0])]
-    _, found, _ = plain(RunConfig(algorithm=algorithm), batch, OWN, base)
-    return np.concatenate(found)
+    _, found = plain(RunConfig(algorithm=algorithm), batch, OWN, base)
+    return np.concatenate(found.logprobs)
 
 
 def test_on_policy_a_token_is_worth_its_advantage():
@@ -38,8 +38,16 @@ def test_an_entropy_bonus_is_worth_its_coefficient_of_each_token():
     base = [np.array([-1.0, -2.0]), np.array([-4.0])]
     for coef in (0.0, 0.3):
         config = RunConfig(algorithm={"entropy_coef": coef})  # pyright: ignore[reportArgumentType]
-        _, _, found = plain(config, step(), OWN, base)
-        np.testing.assert_allclose(np.concatenate(found), [-coef / 3] * 3)
+        _, found = plain(config, step(), OWN, base)
+        np.testing.assert_allclose(np.concatenate(found.entropies), [-coef / 3] * 3)
+
+
+def test_a_divergence_is_worth_the_same_of_each_token_and_logprobs_nothing():
+    base = [np.array([-1.0, -2.0]), np.array([-4.0])]
+    config = RunConfig(algorithm={"name": "distillation"})  # pyright: ignore[reportArgumentType]
+    _, found = plain(config, step(), OWN, base)
+    np.testing.assert_allclose(np.concatenate(found.divergences), [1 / 3] * 3)
+    assert not np.concatenate(found.logprobs).any()
 
 
 def test_weights_are_divided_by_their_mean_before_rejection():
