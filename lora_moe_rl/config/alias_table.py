@@ -164,6 +164,7 @@ ALIASES = (
     Alias(("teacher_model_kind",), "algorithm.teacher_weights",
           "with algorithm=sdpo: policy for live; there is no ema"),
     Alias(("distillation_is_clip",), "algorithm.ratio_max", "with algorithm=sdpo"),
+    Alias(("distillation_loss.topk",), "algorithm.teacher_top_k", "with algorithm=distillation"),
     Alias(("distillation_weight",), "algorithm.reward_weight",
           "with algorithm=sdpo: of the reward's advantages, where TRL's is the teacher's share"),
     Alias(("use_pf_ppo", "reweight_method"), "algorithm.reweight", "pow, max_min or max_random"),

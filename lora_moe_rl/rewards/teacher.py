@@ -120,7 +120,10 @@ class Teacher:
             ids = probe_ids(tokenizer)
             said = [text for piece in _pieces(ids, longest) for text in await self._texts(piece)]
         except RewardError as error:
-            raise ConfigError(f"{KEYS}url={self._server.url}: {error}") from error
+            more = f"; serve it with --max-logprobs {self.top_k}, or lower {KEYS}top_k"
+            few = any(words in str(error) for words in ("prompt logprobs", "were asked for"))
+            hint = more if self.top_k and few else ""
+            raise ConfigError(f"{KEYS}url={self._server.url}: {error}{hint}") from error
         count = compare_texts(tokenizer, ids, said)
         takes = "" if most is None else f", takes {most:,} tokens"
         tells = f", tells its {self.top_k} likeliest of each" if self.top_k else ""

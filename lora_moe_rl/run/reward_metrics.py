@@ -165,7 +165,7 @@ def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for teacher, sample, reward in zip(group.teacher, group.samples, group.rewards, strict=True)
         if not np.isnan(reward)
     ]
-    read = read_metrics(groups)
+    read = read_metrics(groups) | likeliest_metrics(groups)
     if not found:
         return {names.TEACHER_KL: math.nan, names.TEACHER_LOGPROB: math.nan, **read}
     teacher, policy = (np.concatenate(each).astype(np.float64) for each in zip(*found, strict=True))
@@ -174,6 +174,23 @@ def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
         names.TEACHER_LOGPROB: float(teacher.mean()),
         **read,
     }
+
+
+def likeliest_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The probability that a teacher gives its likeliest tokens together, mean over the same
+    tokens. Nothing where it is not asked for them; NaN without such tokens."""
+    if all(group.likeliest is None for group in groups):
+        return {}
+    found = [
+        np.exp(likeliest.logprobs[sample.mask].astype(np.float64)).sum(-1)
+        for group in groups
+        for likeliest, sample, reward in zip(
+            group.likeliest or (), group.samples, group.rewards, strict=True
+        )
+        if not np.isnan(reward)
+    ]
+    every = np.concatenate(found) if found else np.zeros(0)
+    return {names.TEACHER_MASS: float(every.mean()) if every.size else math.nan}
 
 
 def read_metrics(groups: Sequence[Group]) -> dict[str, float]:

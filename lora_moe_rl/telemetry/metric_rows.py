@@ -33,6 +33,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     # A teacher.
     ("teacher/reverse_kl", "nats", "down", "mean over sampled tokens of the engine's logprob less the teacher's", "", ""),
     ("teacher/logprob", "nats", "up", "mean over sampled tokens of the teacher's logprob", "", ""),
+    ("teacher/top_k_mass", "probability", "", "with algorithm.loss=distill: what the teacher gives its teacher_top_k likeliest tokens together, mean over sampled tokens; the rest is compared as one", "distillation/teacher_mass", ""),
     ("teacher/taught", "share of samples", "up", "with algorithm.advantage=self_teacher: samples with a reward of which the teacher read more than the prompt; of the others it teaches nothing", "", "self_distillation/reprompt_sample_fraction"),
     ("teacher/too_long", "share of samples", "down", "with it: samples with a reward for which that had no room in model.max_length", "", ""),
     # The loss. Means over the tokens in the loss, whatever algorithm.aggregation.
@@ -56,6 +57,7 @@ ROWS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("loss/entropy_threshold", "nats", "", "with algorithm.top_entropy_quantile: entropy above which tokens are learned from", "", ""),
     ("loss/nll", "nats", "down", "negative logprob of the wanted tokens (sft), of the tokens of right samples (vapo)", "", "loss (SFTTrainer)"),
     ("loss/perplexity", "", "down", "exp(loss/nll)", "", ""),
+    ("loss/divergence", "nats", "down", "with algorithm.loss=distill: the policy's divergence from the teacher (algorithm.distill_beta), of the teacher's likeliest tokens and all others together", "distillation/loss", ""),
     ("loss/dpo", "nats", "down", "DPO's loss, before the update, mean over pairs", "", "loss (DPOTrainer)"),
     ("loss/anchor_rollout", "0 or 1", "", "1: the loss's ratio is to the engine's logprobs (algorithm.anchor)", "", ""),
     ("loss/weight", "", "", "mean correction weight, after its bound", "rollout_corr/rollout_is_mean", "sampling/importance_sampling_ratio/mean"),

@@ -32,10 +32,11 @@ ABOUT = """\
 For each algorithm, the loss and the gradient of one step with random adapters, samples and replayed
 routes (a base or start that it is measured against routes by itself; a teacher's likeliest tokens
 are random too): of a plain reference that takes the whole step at once in float64, of one rank with
-one micro-batch, of one rank with many, and of each layout. Every algorithm comes as it is set and, where it has that setting, with
-algorithm.anchor=rollout, since a ratio to the trainer's own logprobs is 1 in a step's first update.
-Of one that learns from pairs (dpo) the loss is the sum of products that has its gradient. That the
-formulas are the published ones is shown by the project's tests, against verl's and TRL's numbers.
+one micro-batch, of one rank with many, and of each layout. Every algorithm comes as it is set and,
+where it has a ratio, with algorithm.anchor=rollout, since a ratio to the trainer's own logprobs is
+1 in a step's first update. Of one that learns from pairs (dpo) the loss is the sum of products that
+has its gradient. That the formulas are the published ones is shown by the project's tests, against
+verl's and TRL's numbers.
 Exit code 1 when anything is wrong.
 
 Settings are algorithm.* (for all of them), adapter.*, trainer.device, trainer.dtype and seed.

@@ -10,8 +10,10 @@ import linear_loss
 import numpy as np
 import peft_lora
 import pytest
+import test_opd
 import tiny_families
 import torch
+from cli_run import RECIPE
 from ranks import random_adapter, random_batch, run_ranks, spec_of
 from teacher_server import MODEL, teacher_server
 
@@ -22,6 +24,7 @@ from lora_moe_rl.config.teacher import TeacherSettings
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.rewards.teacher import Teacher
+from lora_moe_rl.tiny.tokenizer import make_tokenizer
 
 RELATIVE = 1e-5
 TOP_K = 5
@@ -92,18 +95,23 @@ def by_formula(student, teacher, group, beta: float) -> torch.Tensor:
     return total / count
 
 
-def scored(group: Group, teacher) -> Group:
-    """By a server that gives what vLLM's gives. It answers all but the last sample."""
+def says(teacher, top_k: int = TOP_K):
+    """What a server of a model says of tokens: their logprobs, and the likeliest in their place."""
 
     @torch.no_grad()
     def likeliest(ids: list[int]) -> list[dict[int, float]]:
-        found = teacher(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(TOP_K)
+        found = teacher(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).topk(top_k)
         return [
             dict(zip(i.tolist(), v.tolist(), strict=True))
             for i, v in zip(found.indices, found.values, strict=True)
         ]
 
-    with teacher_server(lambda ids: hf.logprobs(teacher, ids), likeliest=likeliest) as server:
+    return {"score": lambda ids: hf.logprobs(teacher, ids), "likeliest": likeliest}
+
+
+def scored(group: Group, teacher) -> Group:
+    """By a server that gives what vLLM's gives. It answers all but the last sample."""
+    with teacher_server(**says(teacher)) as server:
         settings = TeacherSettings(teacher_url=server.url, teacher_model=MODEL, teacher_retries=0)
         server.failing = group.samples[-1].token_ids.tolist()
         asyncio.run(Teacher(settings, alone=True, top_k=TOP_K).score(group))
@@ -126,7 +134,12 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("layout", "beta"),
-    [("one rank", 0.0), ("one rank", 0.3), *((layout, 1.0) for layout in LAYOUTS)],
+    [
+        *(("one rank", beta) for beta in (0.0, 0.3, 1.0)),
+        ("cp2", 1.0),
+        pytest.param("tp2", 1.0, marks=pytest.mark.slow),
+        pytest.param("pp2", 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradient_are_those_of_hugging_faces_models(models, layout, beta):
     folder, spec, student, teacher, group = models
@@ -142,3 +155,25 @@ def test_loss_and_gradient_are_those_of_hugging_faces_models(models, layout, bet
     difference, name = linear_loss.worst(ours, wanted)
     print(f"loss {loss.item():.6f}, off by {abs(ranks[0][0] - loss.item()):.1e}; {difference:.1e}")
     assert difference < RELATIVE, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_divergence_falls_in_a_run(tmp_path):
+    """Without a reward function, of two samples of a step's prompts, an update each."""
+    tokenizer, run = make_tokenizer(), tmp_path / "run"
+    model = test_opd.tutored()
+    with teacher_server(**says(model, 20), decode=lambda i: tokenizer.decode([i])) as server:
+        settings = [
+            *("algorithm=distillation", f"algorithm.teacher_url={server.url}"),
+            *(f"algorithm.teacher_model={MODEL}", "reward.function=null", "trainer.steps=12"),
+            *("algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.mini_batches=2"),
+            *("trainer.lr=3e-3", f"logging.run_dir={run}"),
+        ]
+        test_opd.train(run, RECIPE, *settings)
+    records = test_opd.read_jsonl_of(run, "metrics")
+    found = [record["loss/divergence"] for record in records]
+    print("divergence by step:", " ".join(f"{one:.3f}" for one in found))
+    assert len(found) == 12 and np.mean(found[-3:]) < 0.6 * np.mean(found[:3])
+    assert all(0.99 < record["teacher/top_k_mass"] <= 1 for record in records)
+    assert all(record["replay/coverage"] == 1 for record in records)

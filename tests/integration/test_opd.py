@@ -41,8 +41,8 @@ RELATIVE = 1e-5
 CUT = 1.2  # algorithm.ratio_max: within what the ratios of the test are
 
 
-def teacher_at(url: str, model: str = MODEL) -> Teacher:
-    return Teacher(TeacherSettings(teacher_url=url, teacher_model=model), alone=True)
+def teacher_at(url: str, model: str = MODEL, top_k: int = 0) -> Teacher:
+    return Teacher(TeacherSettings(teacher_url=url, teacher_model=model), alone=True, top_k=top_k)
 
 
 def sampled(spec, student) -> Group:
@@ -153,9 +153,9 @@ def test_a_real_vllm_server_is_a_teacher(tmp_path):
     sequences = [rng.integers(0, tiny_families.VOCAB_SIZE, n).tolist() for n in (2, 9, 30)]
 
     async def ask(url):
-        teacher = teacher_at(url, str(tmp_path))
+        teacher = teacher_at(url, str(tmp_path), top_k=20)
         try:
-            return [await teacher.logprobs(ids) for ids in sequences]
+            return [await teacher._steps(ids) for ids in sequences]
         finally:
             await teacher.close()
 
@@ -164,7 +164,14 @@ def test_a_real_vllm_server_is_a_teacher(tmp_path):
 
     with vllm_server(tmp_path, tmp_path) as url:
         for ids, found in zip(sequences, asyncio.run(ask(url)), strict=True):
-            np.testing.assert_allclose(found, hf.logprobs(reference, ids), atol=2e-5)
+            own = [step.own["logprob"] for step in found]
+            np.testing.assert_allclose(own, hf.logprobs(reference, ids), atol=2e-5)
+            with torch.no_grad():
+                every = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            likeliest = [step.logprobs for step in found]
+            np.testing.assert_allclose(likeliest, every.topk(20).values, atol=2e-5)
+            theirs = every.gather(1, torch.tensor([step.ids for step in found]))
+            np.testing.assert_allclose(likeliest, theirs, atol=2e-5)
         tokenizer = Shortened(make_tokenizer())
         assert "token ids mean the same to it" in asyncio.run(probe(url, tokenizer, 511))
         tokenizer.shift = 1

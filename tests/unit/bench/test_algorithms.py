@@ -74,9 +74,10 @@ def test_one_that_learns_from_a_teacher_is_there_with_one_and_tells_no_other_of_
     assert bench_of(tmp_path, *TEACHER) == 0
     found = json.loads(capsys.readouterr().out)["algorithms"]
     assert {"grpo", "vapo", "opd"} <= found.keys() and not {"sft", "dpo"} & found.keys()
-    (taught,) = [c for c in commands if any("teacher" in word for word in c)]
-    settings = ["name=opd", "teacher_url=http://host:8000/v1", "teacher_model=sage"]
-    assert {f"algorithm.{setting}" for setting in settings} <= set(taught)
+    every = [c for c in commands if any("teacher" in word for word in c)]
+    for name, taught in zip(("distillation", "opd"), every, strict=True):
+        settings = [f"name={name}", "teacher_url=http://host:8000/v1", "teacher_model=sage"]
+        assert {f"algorithm.{setting}" for setting in settings} <= set(taught)
     (critic,) = [c for c in commands if "algorithm.name=vapo" in c]
     assert {"algorithm.critic_warmup=5", "algorithm.length_alpha=2.0"} <= set(critic)
 

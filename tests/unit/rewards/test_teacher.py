@@ -24,9 +24,9 @@ def server():
         yield found
 
 
-def teacher_of(url, alone=True, **settings) -> Teacher:
+def teacher_of(url, alone=True, top_k=0, **settings) -> Teacher:
     bounds = {"teacher_retries": 0, "teacher_timeout_s": 5, **settings}
-    return Teacher(TeacherSettings(teacher_url=url, teacher_model=MODEL, **bounds), alone)
+    return Teacher(TeacherSettings(teacher_url=url, teacher_model=MODEL, **bounds), alone, top_k)
 
 
 def a_group(rewards=(np.nan, np.nan)) -> Group:
@@ -61,6 +61,63 @@ def test_alone_it_gives_rewards_and_beside_others_it_changes_none(server):
     assert group.failures == []
     given = scored(teacher_of(server.url, alone=False), a_group([1.0, np.nan]))
     assert given.rewards[0] == 1 and np.isnan(given.rewards[1]) and given.failures == []
+
+
+def three_of(ids):
+    """In the place of each token but the first, in no order."""
+    return [{1: -3.0, 5: -1.2, 2: -2.0, 3: -4.0} for _ in ids[1:]]
+
+
+def test_its_likeliest_tokens_stand_at_the_places_of_a_response():
+    with teacher_server(likeliest=three_of) as server:
+        group = scored(teacher_of(server.url, top_k=3), a_group())
+    first, second = group.likeliest
+    assert first.ids.shape == first.logprobs.shape == (3, 3) and second.ids.shape == (4, 3)
+    assert (first.ids.dtype, first.logprobs.dtype) == (np.int32, np.float32)
+    # What the server says of the sample's own token is among them where it is likely enough: of 7,
+    # at place 2, -0.25 - 0.5 place - 0.01 id = -1.32; of 8 at place 3 -1.83, of 9 at place 4 -2.34.
+    np.testing.assert_array_equal(first.ids, [[5, 7, 2], [5, 8, 2], [5, 2, 9]])
+    np.testing.assert_allclose(first.logprobs[0], [-1.2, -1.32, -2.0], atol=1e-6)
+    # Tokens of tools have them too, and the logprobs of sampled ones are as without.
+    np.testing.assert_array_equal(second.ids, [[5, 7, 2], [5, 4, 2], [5, 2, 4], [5, 2, 9]])
+    np.testing.assert_array_equal(group.teacher[1] != 0, [1, 0, 0, 1])
+
+
+def test_a_sample_that_could_not_be_scored_has_likeliest_tokens_that_stand_for_nothing():
+    with teacher_server(likeliest=three_of) as server:
+        server.failing = [5, 6, 7, 8, 9]
+        group = scored(teacher_of(server.url, top_k=3), a_group())
+    assert np.isnan(group.rewards[0]) and not np.isnan(group.rewards[1])
+    np.testing.assert_array_equal(group.likeliest[0].ids, [[0, 1, 2]] * 3)
+    assert np.exp(group.likeliest[0].logprobs).sum(-1) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({5: -1.2}, "at place 1 are 2 tokens, and 3 were asked for"),
+        ({5: -0.1, 4: -0.2, 3: -0.3}, r"at place 1 are \[5, 4, 3\] .* which are no probabilities"),
+        ({5: -0.7, -1: -0.9, 3: -2}, "which are no probabilities"),
+    ],
+)
+def test_what_is_no_distribution_fails_the_sample(said, reason):
+    def likeliest(ids):
+        return [said] * (len(ids) - 1)
+
+    with (
+        teacher_server(likeliest=likeliest, decode=str) as server,
+        pytest.raises(RewardError, match=reason),
+    ):
+        asyncio.run(teacher_of(server.url, top_k=3).logprobs([5, 6, 7]))
+
+
+def test_more_tokens_than_its_server_tells_are_refused_before_the_run():
+    with teacher_server(likeliest=three_of, decode=lambda i: Vocabulary().decode([i])) as server:
+        assert "tells its 3 likeliest of each" in probed(server, top_k=3)
+        with pytest.raises(
+            ConfigError, match="serve it with --max-logprobs 9, or lower algorithm."
+        ):
+            probed(server, top_k=9)
 
 
 @pytest.mark.parametrize(
