@@ -144,6 +144,19 @@ def test_an_entropy_bonus_keeps_a_hidden_state_more_of_each_token_on_the_last_st
     assert more == {(0,): 0, (1,): 8192 * 2048 * 2}  # tokens, hidden size, bytes in bfloat16
 
 
+def test_a_divergence_from_a_teacher_keeps_a_hidden_state_more_and_logits_once_more():
+    facts = find("qwen3-30b-a3b")
+    plans = []
+    for algorithm in ("opd", "distillation"):
+        config = config_of(trainer={"micro_batch_tokens": 8192}, algorithm={"name": algorithm})
+        spec = AdapterSpec.build(facts.shape, config.adapter)
+        (one,) = TrainerMemory(facts, spec, "bf16").classes(config)
+        plans.append(one.memory["logits"])
+    without, with_divergence = plans
+    rows = 2**25 // 151936  # of logits at a time
+    assert with_divergence - without == 8192 * 2048 * 2 + rows * 151936 * 4
+
+
 def test_int4_experts_are_held_as_they_are_and_dequantised_in_a_buffer():
     facts = find("kimi-k2")
     config = config_of(trainer={"world_size": 8, "tp": 8, "ep": 8})
