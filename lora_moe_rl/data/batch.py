@@ -151,7 +151,7 @@ class TrainBatch:
         batch.conversations = _conversations(groups)
         if groups and all(group.likeliest is not None for group in groups):
             likeliest = [one for group in groups for one in group.likeliest or ()]
-            batch.teacher_ids = [one.ids for one in likeliest]
+            batch.teacher_ids = [one.token_ids for one in likeliest]
             batch.teacher_logprobs = [one.logprobs for one in likeliest]
         batch.alike = alike([group.samples for group in groups]) if share_prompts else None
         return batch

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lora_moe_rl.data.batch import TrainBatch
-from lora_moe_rl.data.samples import NOT_SAMPLED, Likeliest
+from lora_moe_rl.data.samples import NOT_SAMPLED
 from lora_moe_rl.data.streams import Stream
 
 
@@ -116,15 +116,15 @@ class MicroBatch:
         return self.sequences.stream(self.batch.marks, len(self.response), 0, np.bool_)
 
     @property
-    def likeliest(self) -> Likeliest:
-        """A teacher's at each place, [T, K]; nothing's where no token of a response is. Raises
-        ValueError where no teacher was asked for them."""
+    def likeliest(self) -> tuple[np.ndarray, np.ndarray]:
+        """A teacher's likeliest tokens at each place, int32 [T, K], and its logprobs of them,
+        float32 [T, K]. Raises ValueError where no teacher was asked for them."""
         batch, size = self.batch, len(self.response)
         if batch.teacher_ids is None or batch.teacher_logprobs is None:
             raise ValueError("no teacher has told its likeliest tokens of the step's samples")
         ids = self.sequences.stream(batch.teacher_ids, size, 0, np.int32)
         logprobs = self.sequences.stream(batch.teacher_logprobs, size, 0, np.float32)
-        return Likeliest(ids, logprobs)
+        return ids, logprobs
 
     @property
     def mask(self) -> np.ndarray:

@@ -24,11 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from lora_moe_rl.data.scores import Details
+from lora_moe_rl.data.top import Top
 
 Author = Literal["policy", "tool", "user", "environment", "data"]
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
@@ -264,14 +265,6 @@ class Sample:
         }
 
 
-class Likeliest(NamedTuple):
-    """A teacher's likeliest tokens at each place after a prompt: their ids, int32 `[R, K]`, and its
-    logprobs of them, float32 `[R, K]`."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-
-
 @dataclass
 class Group:
     """All samples of a prompt, scored.
@@ -282,8 +275,9 @@ class Group:
     sample is, whose samples all have its reward; None when each is one of its own. counts: what an
     environment counted, for the records. teacher: float32 [R] of each sample, a teacher's logprobs,
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
-    is no teacher. likeliest: of each sample what else the teacher finds likely there, where that is
-    asked for; of one that it could not score anything, which stands for nothing. teacher_read: of
+    is no teacher. likeliest: of each sample what the teacher finds likely at its R places, where
+    that is asked for; of one that it teaches nothing anything, of which nothing is learned: not NaN
+    and no token twice. teacher_read: of
     each sample what a teacher that is the policy itself has read beside the prompt, in a word, ''
     for nothing; None: there is none. baseline: what counts of the reward of a greedy sample of the
     prompt, which is none of the samples; None: there is none, or none is wanted. shown_for: of a
@@ -300,7 +294,7 @@ class Group:
     conversations: np.ndarray | None = None
     counts: dict[str, float] = field(default_factory=dict)
     teacher: list[np.ndarray] | None = None
-    likeliest: list[Likeliest] | None = None
+    likeliest: list[Top] | None = None
     teacher_read: list[str] | None = None
     baseline: float | None = None
     shown_for: list[list[Sample]] | None = None

@@ -1,7 +1,7 @@
 """What an engine tells of a request that is no sample of a run: more of each token than is trained
 on. Plain numpy, as all in here.
 
-Shape letters: R sampled tokens, P tokens of a prompt, k of the likeliest.
+Shape letters: R sampled tokens, P tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -11,16 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lora_moe_rl.data.samples import Sample
-
-
-@dataclass(frozen=True)
-class Top:
-    """The likeliest tokens at each of n places, the likeliest first: token_ids int32 [n, k],
-    logprobs float32 [n, k]. At a place without any, as the first token of a prompt, they are -1 and
-    NaN; a token that could not be sampled there has -inf."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
+from lora_moe_rl.data.top import Top
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from lora_moe_rl.config import SourceConfig
 from lora_moe_rl.config.teacher import SelfTeacherSettings
 from lora_moe_rl.data.maker import PromptMaker
 from lora_moe_rl.data.samples import TOO_LONG, Group, Prompt, Sample
+from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError, DataError, NotServed, RewardError
 from lora_moe_rl.ports import Engines, Watch
-from lora_moe_rl.rewards.teacher import put
+from lora_moe_rl.rewards.teacher import MINUS_INFINITY, Judgement, nothing, put_all
 
 # Of many chat templates the prompt ends with <think>, and what is sampled begins behind it.
 THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
@@ -135,7 +136,8 @@ class SelfTeacher:
     """`newest`: the adapter version that the engines serve. `alone`: whether nothing else gives
     rewards; a sample's reward is then minus its reverse KL to the teacher. `prompts`: of how many
     it is looked whether any has the feedback that is asked for. `watch(number)`: what goes around
-    each request for a sample of that prompt, with the index of the engine."""
+    each request for a sample of that prompt, with the index of the engine. `top_k`: how many of the
+    teacher's likeliest tokens are wanted at each place."""
 
     def __init__(
         self,
@@ -145,17 +147,19 @@ class SelfTeacher:
         alone: bool,
         prompts: int,
         watch: Callable[[int], Watch],
+        top_k: int = 0,
     ):
         self.reader, self.engines, self.alone, self._watch = reader, engines, alone, watch
         self._bare, self._newest = reader.settings.teacher_weights == "base", newest
-        self._prompts = prompts
+        self._prompts, self.top_k = prompts, top_k
         self._without_feedback: int | None = 0  # prompts so far; None: somebody gives it
 
     async def score(self, group: Group) -> None:
-        """Puts the teacher's logprobs into a group, and what it has read. Of a sample without a
-        reward, where others give them, and of one with nothing to read, they are the policy's own.
-        Raises ConfigError for samples that begin with other tokens than their row's prompt, and
-        once so many prompts were without the feedback that is asked for."""
+        """Puts the teacher's logprobs into a group, its likeliest tokens, and what it has read. Of
+        a sample without a reward, where others give them, and of one with nothing to read, the
+        logprobs are the policy's own, and the likeliest tokens nothing's. Raises ConfigError for
+        samples that begin with other tokens than their row's prompt, and once so many prompts were
+        without the feedback that is asked for."""
         self._look_for_feedback(group)
         for sample in group.samples:
             if not np.array_equal(sample.prompt_ids, group.prompt.token_ids):
@@ -167,34 +171,36 @@ class SelfTeacher:
                 )
         read = [""] * len(group.samples)
 
-        async def one(index: int) -> np.ndarray:
+        async def one(index: int) -> Judgement:
             sample = group.samples[index]
+            untaught = sample.logprobs, nothing(sample, self.top_k)
             if not self.alone and np.isnan(group.rewards[index]):
-                return sample.logprobs
+                return untaught
             reading = self.reader.of_sample(group, index)
             read[index] = reading.word
             if not reading.token_ids:
-                return sample.logprobs
+                return untaught
             watch = self._watch(group.prompt.number)
-            return await self._logprobs(reading.token_ids, sample, watch)
+            return await self._of_response(reading.token_ids, sample, watch)
 
         asked = (one(index) for index in range(len(group.samples)))
-        put(group, await asyncio.gather(*asked, return_exceptions=True), self.alone)
+        put_all(group, await asyncio.gather(*asked, return_exceptions=True), self.alone, self.top_k)
         group.teacher_read = read
 
-    async def _logprobs(self, token_ids: list[int], sample: Sample, watch: Watch) -> np.ndarray:
-        """float32 [R] behind another prompt, 0 for tokens that no policy sampled. Of an adapter
-        that has not sampled all of them it is what the prompt makes of its logprobs that is added
-        to the sample's own, so that nothing is learned of what was trained in between."""
+    async def _of_response(self, token_ids: list[int], sample: Sample, watch: Watch) -> Judgement:
+        """Logprobs, float32 [R], behind another prompt, 0 for tokens that no policy sampled, and
+        the likeliest tokens there. Of an adapter that has not sampled all of them it is what the
+        prompt makes of its logprobs that is added to the sample's own, so that nothing is learned
+        of what was trained in between; the likeliest tokens are that adapter's."""
         sampled = {*sample.versions[sample.mask].tolist()}
         version = None if self._bare else max(sampled, default=self._newest())
         while True:
             try:
-                found = await self._behind(token_ids, sample, version, watch)
+                found, top = await self._behind(token_ids, sample, version, watch)
                 if version is not None and sampled - {version}:
-                    own = await self._behind(sample.prompt_ids.tolist(), sample, version, watch)
+                    own, _ = await self._behind(sample.prompt_ids.tolist(), sample, version, watch)
                     found = sample.logprobs + found - own
-                return found * sample.mask
+                return found * sample.mask, top
             except NotServed:  # newer ones took its place
                 if version == self._newest():
                     raise
@@ -202,17 +208,22 @@ class SelfTeacher:
 
     async def _behind(
         self, token_ids: list[int], sample: Sample, version: int | None, watch: Watch
-    ) -> np.ndarray:
-        """float32 [R], of the sample's tokens after those of a prompt."""
+    ) -> Judgement:
+        """Of the sample's tokens after those of a prompt."""
         every = [*token_ids, *sample.response_ids.tolist()]
-        told = await self.engines.score_prompt(every, version, 0, watch)
-        found = told.logprobs[len(token_ids) :]
+        told = await self.engines.score_prompt(every, version, self.top_k, watch)
+        found, top = told.logprobs[len(token_ids) :], nothing(sample, self.top_k)
+        if told.top is not None:
+            ids, logprobs = (
+                one[len(token_ids) :] for one in (told.top.token_ids, told.top.logprobs)
+            )
+            top = Top(ids, np.maximum(logprobs, np.float32(MINUS_INFINITY)))
         if found.shape != sample.mask.shape or not np.isfinite(found).all():
             raise RewardError(
                 f"an engine gave {len(found)} logprobs, not all of them finite, of the "
                 f"{len(sample.mask)} tokens that it was to score behind another prompt"
             )
-        return found
+        return found, top
 
     def _look_for_feedback(self, group: Group) -> None:
         if self.reader.knows_feedback(group):

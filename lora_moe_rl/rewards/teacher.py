@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lora_moe_rl.config.teacher import TeacherSettings
-from lora_moe_rl.data.samples import Group, Likeliest, Sample
+from lora_moe_rl.data.samples import Group, Sample
+from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.server import Server
 
+# Logprobs of a sample's tokens, float32 [R], and what is likely in their places.
+Judgement = tuple[np.ndarray, Top]
 KEYS = "algorithm.teacher_"
 MINUS_INFINITY = -9999.0  # what vLLM writes for it, since JSON has no infinity
 ROUNDING = 1e-3  # that a logprob may be above 0
@@ -56,28 +59,16 @@ class Teacher:
         failures."""
         asked = (self._of_response(sample) for sample in group.samples)
         found = await asyncio.gather(*asked, return_exceptions=True)
-        failed = [one if isinstance(one, BaseException) else one[0] for one in found]
-        put(group, failed, self.alone)
-        if self.top_k:
-            group.likeliest = [
-                self._nothing(sample) if isinstance(one, BaseException) else one[1]
-                for sample, one in zip(group.samples, found, strict=True)
-            ]
+        put_all(group, found, self.alone, self.top_k)
 
-    async def _of_response(self, sample: Sample) -> tuple[np.ndarray, Likeliest]:
+    async def _of_response(self, sample: Sample) -> Judgement:
         """Logprobs, float32 [R], 0 for tokens that no policy sampled, and the likeliest tokens at
         each place, [R, K]."""
         steps = (await self._steps(sample.token_ids.tolist()))[len(sample.prompt_ids) - 1 :]
         own = np.array([step.own["logprob"] for step in steps], np.float32)
         ids = np.array([step.ids for step in steps], np.int32)
         logprobs = np.array([step.logprobs for step in steps], np.float32)
-        return own * sample.mask, Likeliest(ids, logprobs)
-
-    def _nothing(self, sample: Sample) -> Likeliest:
-        """What stands for a sample that could not be scored, of which nothing is learned: any
-        tokens, which are as likely as each other."""
-        ids = np.tile(np.arange(self.top_k, dtype=np.int32), (len(sample.mask), 1))
-        return Likeliest(ids, np.full(ids.shape, -np.log(2 * self.top_k), np.float32))
+        return own * sample.mask, Top(ids, logprobs)
 
     async def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [L - 1], of every token after the first. Raises RewardError."""
@@ -150,21 +141,34 @@ class Teacher:
         await self._server.close()
 
 
-def put(group: Group, found: Sequence[np.ndarray | BaseException], alone: bool) -> None:
-    """Puts what a teacher has found of each sample into its group: its logprobs, float32 [R], or
-    why there are none. A RewardError fails the sample, another error is raised. `alone`: nothing
-    else gives rewards."""
+def put_all(
+    group: Group, found: Sequence[Judgement | BaseException], alone: bool, top_k: int
+) -> None:
+    """Puts what a teacher has found of each sample into its group, or why there is nothing. A
+    RewardError fails the sample, another error is raised. `alone`: nothing else gives rewards.
+    `top_k`: how many of its likeliest tokens were asked for."""
     teacher: list[np.ndarray] = []
+    likeliest: list[Top] = []
     for i, (sample, one) in enumerate(zip(group.samples, found, strict=True)):
         if isinstance(one, RewardError):
             _failed(group, i, one)
-            one = np.zeros(len(sample.mask), np.float32)
+            own, top = np.zeros(len(sample.mask), np.float32), nothing(sample, top_k)
         elif isinstance(one, BaseException):
             raise one
-        elif alone and i not in group.details.reasons:  # its conversation may have failed
-            group.rewards[i] = (one - sample.logprobs)[sample.mask].mean()
-        teacher.append(one)
-    group.teacher = teacher
+        else:
+            own, top = one
+            if alone and i not in group.details.reasons:  # its conversation may have failed
+                group.rewards[i] = (own - sample.logprobs)[sample.mask].mean()
+        teacher.append(own)
+        likeliest.append(top)
+    group.teacher, group.likeliest = teacher, likeliest if top_k else None
+
+
+def nothing(sample: Sample, top_k: int) -> Top:
+    """What stands in the place of likeliest tokens for a sample of which nothing is learned: any,
+    which are as likely as each other."""
+    ids = np.tile(np.arange(top_k, dtype=np.int32), (len(sample.mask), 1))
+    return Top(ids, np.full(ids.shape, -np.log(2 * max(top_k, 1)), np.float32))
 
 
 def _failed(group: Group, index: int, error: RewardError) -> None:

@@ -41,12 +41,21 @@ HIGHEST_TEMPERATURE = 2.0  # above it vLLM refuses a request
 # experts. vLLM would take as many of every rank.
 STEP_TOKENS = 8192
 
+# Likeliest tokens at a place that vLLM tells without its max_logprobs.
+MOST_LIKELIEST = 20
+
 # Modules that vLLM cannot serve adapters on; no pattern of adapter.targets includes them, only
 # their name.
 NOT_SERVABLE = {
     "kv_b_proj": "vLLM absorbs it into MLA attention and would ignore the adapter; only a refit "
     "with merged weights (refit.mode=merged) serves it"
 }
+
+
+def most_likeliest(rollout: RolloutConfig) -> int | None:
+    """How many of the likeliest tokens vLLM tells at a place; None for all."""
+    most = rollout.engine_args.get("max_logprobs", MOST_LIKELIEST)
+    return None if most == -1 else most
 
 
 def step_tokens(rollout: RolloutConfig) -> int:

@@ -14,7 +14,8 @@ from lora_moe_rl.adapters.sharding import pipeline_chunks
 from lora_moe_rl.adapters.spec import ModelShape
 from lora_moe_rl.config import RunConfig, TrainerConfig
 from lora_moe_rl.data.samples import Sample, Segment
-from lora_moe_rl.data.told import ToldPrompt, Top
+from lora_moe_rl.data.told import ToldPrompt
+from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ReplayError, RolloutError
 from lora_moe_rl.rollout import stop_strings
 from lora_moe_rl.rollout.in_flight import Piece, Question

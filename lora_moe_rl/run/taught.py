@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lora_moe_rl import ports
+from lora_moe_rl import algorithms, ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.teacher import SelfTeacherSettings, TeacherSettings
@@ -16,6 +16,7 @@ from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.by_set import NoRewards
 from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher
 from lora_moe_rl.rewards.teacher import Teacher
+from lora_moe_rl.rollout.facts import most_likeliest
 from lora_moe_rl.telemetry.timeline import TEACH, Timeline
 from lora_moe_rl.telemetry.timeline import engine as engine_name
 
@@ -40,7 +41,7 @@ def open_teacher(
     def watch(number: int) -> ports.Watch:
         return lambda index: timeline.span(engine_name(index), TEACH, number)
 
-    return SelfTeacher(reader, engines, newest, alone, prompts, watch)
+    return SelfTeacher(reader, engines, newest, alone, prompts, watch, top_k(algorithm))
 
 
 def _reader(settings: SelfTeacherSettings, config: RunConfig, environment: Environment) -> Reader:
@@ -96,6 +97,12 @@ def try_reading(
         raise ConfigError(str(error)) from error
     weights = {"policy": "the adapter that is served", "base": "the bare base"}
     found = f"the policy itself, with {weights[settings.teacher_weights]}"
+    most, wanted = most_likeliest(config.rollout), top_k(algorithms.make(config))
+    if most is not None and wanted > most:
+        raise ConfigError(
+            f"algorithm.teacher_top_k={wanted}, and the engines tell {most} likeliest tokens; set "
+            f"rollout.engine_args.max_logprobs={wanted}, or lower teacher_top_k"
+        )
     if solution:
         found += f"; reads samples with a reward of {settings.success_reward:g} or more"
     if key:

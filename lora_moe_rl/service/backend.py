@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lora_moe_rl.data.told import Top
+from lora_moe_rl.data.top import Top
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.data.told import Told, ToldPrompt
 from lora_moe_rl.errors import EngineDied, ServiceError
 from lora_moe_rl.ports import Manner
+from lora_moe_rl.rollout.facts import most_likeliest
 from lora_moe_rl.router_replay.travel import SentRoutes
 from lora_moe_rl.service.backend import Ask, Facts, Said, Sampled
 from lora_moe_rl.service.routes import ORIGIN, Origin, RouteStore
 
-MOST_LIKELIEST = 20  # tokens at a place, as vLLM has it without its max_logprobs
 LEAST_TEMPERATURE = 0.01  # below which vLLM would take this one
 SEEDS = 2**63
 
@@ -66,8 +66,8 @@ class Samplers:
     ):
         self.engines, self.store, self.facts = engines, store, facts
         self.vocab_size = engines.spec.shape.vocab_size
-        most = config.rollout.engine_args.get("max_logprobs", MOST_LIKELIEST)
-        self.most_likeliest = self.vocab_size if most == -1 else most
+        most = most_likeliest(config.rollout)
+        self.most_likeliest = self.vocab_size if most is None else most
         self._seeds = np.random.default_rng(config.seed)
 
     async def sample(self, version: int | None, ask: Ask, of: Origin = ORIGIN) -> Sampled:

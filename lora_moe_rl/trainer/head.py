@@ -28,7 +28,7 @@ from lora_moe_rl.kernels.backend import on_device
 from lora_moe_rl.router_replay.routes import context_shard
 from lora_moe_rl.trainer.context_parallel import put_together
 from lora_moe_rl.trainer.logits import rows_at_once
-from lora_moe_rl.trainer.taught_head import Compared, Taught
+from lora_moe_rl.trainer.taught_head import Compared, TeacherTokens
 
 if TYPE_CHECKING:
     from lora_moe_rl.algorithms.parts.divergence import Divergence
@@ -72,7 +72,7 @@ class Head:
         told, taught = self.tells_entropy or trained > Trained.NOTHING, None
         if trained and self.divergence is not None:
             likeliest, device = context.data.likeliest, asked.hidden.device
-            taught = Taught.of(self.divergence, likeliest, self.vocab_size, device)
+            taught = TeacherTokens.of(self.divergence, likeliest, self.vocab_size, device)
         found = LogProbs.apply(*asked, self.temperature, trained, told, taught)
         cp = ps.get_context_parallel_group()
         if told:
@@ -164,7 +164,7 @@ class LogProbs(torch.autograd.Function):
         temperature,
         trained: Trained,
         told: bool = False,
-        taught: Taught | None = None,
+        taught: TeacherTokens | None = None,
     ):
         logprobs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         entropy, divergence = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
@@ -235,7 +235,7 @@ def _of_rows(
     temperature: float,
     trained: Trained,
     told: bool,
-    taught: Taught | None = None,
+    taught: TeacherTokens | None = None,
 ) -> _Found:
     """What is found for a few rows."""
     weight, _, _, group = vocabulary

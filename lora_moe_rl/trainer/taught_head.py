@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lora_moe_rl.algorithms.parts.divergence import Divergence, with_rest
-from lora_moe_rl.data.samples import Likeliest
 from lora_moe_rl.kernels.backend import on_device
 
 LEAST = torch.finfo(torch.float32).tiny  # of a sum whose logarithm is taken
 
 
-class Taught(NamedTuple):
+class TeacherTokens(NamedTuple):
     """ids int64 `[T, K]` and logprobs float32 `[T, K]`, a teacher's likeliest tokens at each
     place, and what the policy is compared with them by."""
 
@@ -31,9 +31,13 @@ class Taught(NamedTuple):
 
     @classmethod
     def of(
-        cls, divergence: Divergence, likeliest: Likeliest, vocab_size: int, device: torch.device
-    ) -> Taught:
-        """Raises ValueError for tokens that the policy does not have."""
+        cls,
+        divergence: Divergence,
+        likeliest: tuple[np.ndarray, np.ndarray],
+        vocab_size: int,
+        device: torch.device,
+    ) -> TeacherTokens:
+        """likeliest: ids and logprobs. Raises ValueError for tokens that the policy has not."""
         ids, logprobs = likeliest
         if ids.size and ids.max() >= vocab_size:
             raise ValueError(
@@ -45,7 +49,7 @@ class Taught(NamedTuple):
         )
         return cls(divergence, *(on_device(one, device) for one in every))
 
-    def at(self, rows: torch.Tensor) -> Taught:
+    def at(self, rows: torch.Tensor) -> TeacherTokens:
         """Those of some places."""
         return self._replace(ids=self.ids[rows], logprobs=self.logprobs[rows])
 
@@ -55,7 +59,7 @@ class Compared:
     int64 and bool `[R, K]`, where the likeliest tokens stand in them."""
 
     def __init__(
-        self, taught: Taught, logits: torch.Tensor, places: torch.Tensor, here: torch.Tensor
+        self, taught: TeacherTokens, logits: torch.Tensor, places: torch.Tensor, here: torch.Tensor
     ):
         self.taught, self.places, self.here = taught, places, here
         self.of_likeliest = logits.gather(1, places).where(here, 0)

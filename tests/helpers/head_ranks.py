@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lora_moe_rl.algorithms.parts.divergence import Divergence
 from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
-from lora_moe_rl.trainer.taught_head import Taught
+from lora_moe_rl.trainer.taught_head import TeacherTokens
 from lora_moe_rl.trainer.wide_head import WideLogProbs
 
 T, H, SIZE, PADDED = 41, 16, 97, 100
@@ -110,7 +110,7 @@ def taught_tensors():
 def taught_ours(vocabulary, beta: float, fed_at=None):
     """The divergence and the gradient of hidden."""
     hidden, _, labels, rows = tensors()
-    taught = Taught(Divergence(4, beta), *taught_tensors())
+    taught = TeacherTokens(Divergence(4, beta), *taught_tensors())
     at = rows if fed_at is None else fed_at
     asked = hidden, labels, rows, at, vocabulary, TEMPERATURE, Trained.LOGPROBS, True, taught
     _, _, divergence = LogProbs.apply(*asked)

@@ -34,6 +34,12 @@ LAYOUTS = {
     "cp2": {"world_size": 2, "cp": 2},
     "pp2": {"world_size": 2, "pp": 2},
 }
+CASES = [
+    *(("one rank", beta) for beta in (0.0, 0.3, 1.0)),
+    ("cp2", 1.0),
+    pytest.param("tp2", 1.0, marks=pytest.mark.slow),
+    pytest.param("pp2", 1.0, marks=pytest.mark.slow),
+]
 
 
 def make_config(folder, beta: float, **trainer) -> RunConfig:
@@ -132,15 +138,7 @@ def models(tmp_path_factory):
     return folder, spec, student, teacher, scored(sampled(spec), teacher)
 
 
-@pytest.mark.parametrize(
-    ("layout", "beta"),
-    [
-        *(("one rank", beta) for beta in (0.0, 0.3, 1.0)),
-        ("cp2", 1.0),
-        pytest.param("tp2", 1.0, marks=pytest.mark.slow),
-        pytest.param("pp2", 1.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("layout", "beta"), CASES)
 def test_loss_and_gradient_are_those_of_hugging_faces_models(models, layout, beta):
     folder, spec, student, teacher, group = models
     student.zero_grad()

@@ -200,6 +200,9 @@ class PolicyGradient(Algorithm):
         signals = [
             Signal.of_tokens(group, [next(advantages) for _ in group.samples]) for group in groups
         ]
+        if self.divergence is not None:
+            pairs = zip(signals, groups, strict=True)
+            signals = [_of_those_taught(signal, group) for signal, group in pairs]
         if not self.revises:
             return signals
         return [
@@ -346,6 +349,15 @@ class PolicyGradient(Algorithm):
             return None
         policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
         return estimate(self.settings.kl_estimate, policy, tokens.reference)
+
+
+def _of_those_taught(signal: Signal, group: Group) -> Signal:
+    """Without samples of which a teacher that is the policy itself has nothing to say: what it
+    finds likely is nothing's there."""
+    if group.taught is None:
+        return signal
+    pairs = zip(signal.weights, group.taught, strict=True)
+    return replace(signal, weights=[one if taught else 0 * one for one, taught in pairs])
 
 
 def baselines_of(groups: Sequence[Group]) -> np.ndarray:

@@ -241,11 +241,11 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
         needs_teacher = PARTS["advantage"].find(self.advantage).needs_teacher
         distils = PARTS["loss"].find(self.loss).divergence is not PolicyLoss.divergence
         itself = isinstance(self, SelfTeacherSettings)
-        if distils and (itself or not needs_teacher):
+        if distils and not needs_teacher:
             raise ValueError(
-                f"algorithm.loss={self.loss} compares the policy with the likeliest tokens of a "
-                f"teacher behind a server, and algorithm.advantage={self.advantage} asks none; set "
-                "advantage=teacher, which names it (algorithm=distillation)"
+                f"algorithm.loss={self.loss} compares the policy with a teacher's likeliest "
+                f"tokens, and algorithm.advantage={self.advantage} asks none; set advantage=teacher"
+                " or self_teacher (algorithm=distillation)"
             )
         if not needs_teacher:
             return

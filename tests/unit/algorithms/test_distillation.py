@@ -15,7 +15,8 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import pack
-from lora_moe_rl.data.samples import Group, Likeliest, Prompt, Sample, Segment
+from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
+from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ def a_group(rewards) -> Group:
     said = (Segment.sampled([7], np.array([-1.0]), 0), Segment.given("tool", [4]))
     sample = Sample((prompt, *said, Segment.sampled([8], np.array([-2.0]), 0)), "stop", "")
     numbers = [np.array([[10 * i + 1, 10 * i], [3, 10 * i + 2], [4, 5]], np.int32) for i in (0, 1)]
-    likeliest = [Likeliest(ids, -ids.astype(np.float32)) for ids in numbers]
+    likeliest = [Top(ids, -ids.astype(np.float32)) for ids in numbers]
     teacher = [np.array([-0.5, 0, -1], np.float32)] * 2
     samples, rewards = [sample] * 2, np.array(rewards, np.float32)
     prompt = Prompt(0, "?", [5, 6])
@@ -45,11 +46,12 @@ def test_the_likeliest_tokens_stand_where_the_response_is_predicted():
     # Each sample feeds 5 - 1 tokens, and the last three places predict its response.
     none = [0, 0]
     wanted = [none, [11, 10], [3, 12], [4, 5], none, [1, 0], [3, 2], [4, 5]]
-    np.testing.assert_array_equal(packed.likeliest.ids, wanted)
-    np.testing.assert_array_equal(packed.likeliest.logprobs, -np.array(wanted, np.float32))
+    ids, logprobs = packed.likeliest
+    np.testing.assert_array_equal(ids, wanted)
+    np.testing.assert_array_equal(logprobs, -np.array(wanted, np.float32))
     # Sample 1 has no reward, and the middle token is a tool's.
     np.testing.assert_array_equal(packed.mask, [0, 0, 0, 0, 0, 1, 0, 1])
-    assert pack(batch, [], 4).likeliest.ids.size == 4  # padding alone
+    assert pack(batch, [], 4).likeliest[0].size == 4  # padding alone
 
 
 def test_without_its_teacher_there_is_nothing_to_learn():
@@ -90,7 +92,6 @@ def test_several_updates_and_older_samples_are_allowed_for_by_nothing():
     [
         (["rollout.temperature=0.7"], "rollout.temperature=0.7: a teacher gives logprobs"),
         (["algorithm.advantage=grpo"], "advantage=grpo asks none; set advantage=teacher"),
-        (["algorithm.advantage=self_teacher"], "advantage=self_teacher asks none"),
         (["algorithm.reward_weight=1"], "goes by no advantage; leave it at 0"),
         (["algorithm.anchor=rollout"], "anchor=rollout has no effect with loss=distill"),
         (["algorithm.distill_beta=1.5"], "distill_beta"),

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lora_moe_rl import algorithms
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import override
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.data.scores import Details
 from lora_moe_rl.data.told import ToldPrompt
+from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError, EngineDied, NotServed
 from lora_moe_rl.rewards.self_teacher import Reader, SelfTeacher
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -108,7 +110,6 @@ class Engines:
         self.asked, self.fault = [], fault
 
     async def score_prompt(self, token_ids, version, top, watch):
-        assert top == 0
         with watch(5):
             pass
         self.asked.append((list(token_ids), version))
@@ -116,16 +117,25 @@ class Engines:
         if isinstance(fault, Exception):
             raise fault
         found = made_up(token_ids, version) if fault is None else fault
-        return ToldPrompt(found, None)
+        if not top:
+            return ToldPrompt(found, None)
+        # The ids tell the place and the version; nothing is known of the first token.
+        ids = np.arange(len(token_ids))[:, None] * 10 + np.arange(top) + 1000 * (version or 0)
+        logprobs = np.tile(-np.arange(1.0, top + 1), (len(token_ids), 1))
+        logprobs[0] = np.nan
+        return ToldPrompt(found, Top(ids.astype(np.int32), logprobs.astype(np.float32)))
 
 
 def unwatched(number):
     return nullcontext
 
 
-def teacher_of(engines=None, alone=False, newest=7, longest=LONGEST, watched=None, **options):
+def teacher_of(
+    engines=None, alone=False, newest=7, longest=LONGEST, watched=None, top_k=0, **options
+):
     reader = reader_of(longest, **PLAIN | (options or SOLUTION))
-    return SelfTeacher(reader, engines or Engines(), lambda: newest, alone, 2, watched or unwatched)
+    said = alone, 2, watched or unwatched, top_k
+    return SelfTeacher(reader, engines or Engines(), lambda: newest, *said)
 
 
 def scored(group, engines=None, **options):
@@ -152,6 +162,23 @@ def test_a_sample_with_nothing_to_read_keeps_its_own_logprobs():
     assert group.teacher_read == ["solution 1", "", ""] and len(engines.asked) == 1
     for sample, found in list(zip(group.samples, group.teacher, strict=True))[1:]:
         np.testing.assert_array_equal(found, sample.logprobs)
+
+
+def test_the_likeliest_tokens_are_those_in_the_places_of_the_samples_own():
+    """Of a sample with nothing to read they are nothing's, and it is not learned from."""
+    group, _ = scored(a_group([0, 1, np.nan]), top_k=2)
+    behind = len(make_tokenizer().encode(f"4;{PROMPT}"))
+    first, other = group.likeliest[:2]
+    wanted = [[7000 + 10 * (behind + i), 7001 + 10 * (behind + i)] for i in range(2)]
+    assert first.token_ids.tolist() == wanted and first.logprobs.tolist() == [[-1, -2]] * 2
+    assert other.token_ids.tolist() == [[0, 1]] * 2 and np.isfinite(other.logprobs).all()
+    algorithm = algorithms.make(config_of(loss="distill", anchor="trainer", teacher_top_k=2))
+    (signal,) = algorithm.signals([group])
+    assert [one.any() for one in signal.weights] == [True, False, False]
+    # By what was sampled it stands in the mean all the same, with an advantage of 0.
+    assert algorithms.make(config_of()).signals([group])[0].weights[1].all()
+    group, _ = scored(a_group([0, 1, 0]))
+    assert group.likeliest is None
 
 
 def test_what_has_no_room_is_said_and_not_asked_for():

@@ -72,14 +72,17 @@ def test_its_likeliest_tokens_stand_at_the_places_of_a_response():
     with teacher_server(likeliest=three_of) as server:
         group = scored(teacher_of(server.url, top_k=3), a_group())
     first, second = group.likeliest
-    assert first.ids.shape == first.logprobs.shape == (3, 3) and second.ids.shape == (4, 3)
-    assert (first.ids.dtype, first.logprobs.dtype) == (np.int32, np.float32)
+    assert first.token_ids.shape == first.logprobs.shape == (3, 3) and second.token_ids.shape == (
+        4,
+        3,
+    )
+    assert (first.token_ids.dtype, first.logprobs.dtype) == (np.int32, np.float32)
     # What the server says of the sample's own token is among them where it is likely enough: of 7,
     # at place 2, -0.25 - 0.5 place - 0.01 id = -1.32; of 8 at place 3 -1.83, of 9 at place 4 -2.34.
-    np.testing.assert_array_equal(first.ids, [[5, 7, 2], [5, 8, 2], [5, 2, 9]])
+    np.testing.assert_array_equal(first.token_ids, [[5, 7, 2], [5, 8, 2], [5, 2, 9]])
     np.testing.assert_allclose(first.logprobs[0], [-1.2, -1.32, -2.0], atol=1e-6)
     # Tokens of tools have them too, and the logprobs of sampled ones are as without.
-    np.testing.assert_array_equal(second.ids, [[5, 7, 2], [5, 4, 2], [5, 2, 4], [5, 2, 9]])
+    np.testing.assert_array_equal(second.token_ids, [[5, 7, 2], [5, 4, 2], [5, 2, 4], [5, 2, 9]])
     np.testing.assert_array_equal(group.teacher[1] != 0, [1, 0, 0, 1])
 
 
@@ -88,7 +91,7 @@ def test_a_sample_that_could_not_be_scored_has_likeliest_tokens_that_stand_for_n
         server.failing = [5, 6, 7, 8, 9]
         group = scored(teacher_of(server.url, top_k=3), a_group())
     assert np.isnan(group.rewards[0]) and not np.isnan(group.rewards[1])
-    np.testing.assert_array_equal(group.likeliest[0].ids, [[0, 1, 2]] * 3)
+    np.testing.assert_array_equal(group.likeliest[0].token_ids, [[0, 1, 2]] * 3)
     assert np.exp(group.likeliest[0].logprobs).sum(-1) == pytest.approx(0.5)
 
 

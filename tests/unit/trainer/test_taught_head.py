@@ -21,10 +21,9 @@ from head_ranks import (
 )
 
 from lora_moe_rl.algorithms.parts.divergence import Divergence
-from lora_moe_rl.data.samples import Likeliest
 from lora_moe_rl.trainer import logits
 from lora_moe_rl.trainer.head import LogProbs, Trained, Vocabulary
-from lora_moe_rl.trainer.taught_head import Taught
+from lora_moe_rl.trainer.taught_head import TeacherTokens
 from lora_moe_rl.verify.processes import run_processes
 
 BETAS = [0.0, 0.3, 1.0]
@@ -88,7 +87,7 @@ def test_a_policy_that_is_sure_has_finite_slopes(beta):
     """Of logits so far apart that the others' exponentials are 0."""
     hidden, weight, labels, rows = tensors()
     sure = (hidden.detach() * 1e3).requires_grad_()
-    taught = Taught(Divergence(4, beta), *taught_tensors())
+    taught = TeacherTokens(Divergence(4, beta), *taught_tensors())
     arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.LOGPROBS, True, taught)
     _, _, divergence = LogProbs.apply(sure, labels, rows, rows, *arguments)
     divergence.sum().backward()
@@ -101,7 +100,7 @@ def test_a_policy_that_is_its_teacher_is_no_way_off():
     every = torch.log_softmax(hidden.detach() @ weight[:SIZE].t() / TEMPERATURE, -1)
     likeliest = every.topk(4)
     for beta in BETAS:
-        taught = Taught(Divergence(4, beta), likeliest.indices, likeliest.values)
+        taught = TeacherTokens(Divergence(4, beta), likeliest.indices, likeliest.values)
         arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.LOGPROBS, True, taught)
         _, _, divergence = LogProbs.apply(hidden, labels, rows, rows, *arguments)
         (gradient,) = torch.autograd.grad(divergence.sum(), hidden)
@@ -111,7 +110,7 @@ def test_a_policy_that_is_its_teacher_is_no_way_off():
 def test_a_hidden_state_more_is_kept_of_each_token_and_logprobs_keep_their_gradient():
     hidden, weight, labels, rows = tensors()
     kept = []
-    taught = Taught(Divergence(4, 1.0), *taught_tensors())
+    taught = TeacherTokens(Divergence(4, 1.0), *taught_tensors())
     arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.ENTROPY_TOO, True)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.append(x.numel()) or x, lambda x: x
@@ -132,7 +131,7 @@ def test_divergence_and_gradient_are_trls(case):
     hidden = torch.tensor(ORACLE["logits"], requires_grad=True)
     places, size = hidden.shape
     ids, logprobs = torch.tensor(case["ids"]), torch.tensor(case["logprobs"])
-    taught = Taught(Divergence(ids.shape[1], case["beta"]), ids, logprobs)
+    taught = TeacherTokens(Divergence(ids.shape[1], case["beta"]), ids, logprobs)
     every = torch.arange(places)
     arguments = (Vocabulary(torch.eye(size), 0, size, None), 1.0, Trained.LOGPROBS, True, taught)
     _, _, divergence = LogProbs.apply(hidden, every, every, every, *arguments)
@@ -146,6 +145,6 @@ def test_divergence_and_gradient_are_trls(case):
 
 def test_a_token_that_the_policy_does_not_have_is_refused():
     ids = np.array([[3, SIZE]], np.int32)
-    likeliest = Likeliest(ids, np.full(ids.shape, -2, np.float32))
+    likeliest = ids, np.full(ids.shape, -2, np.float32)
     with pytest.raises(ValueError, match=f"the id {SIZE}, and the policy's vocabulary has {SIZE}"):
-        Taught.of(Divergence(2, 0.0), likeliest, SIZE, torch.device("cpu"))
+        TeacherTokens.of(Divergence(2, 0.0), likeliest, SIZE, torch.device("cpu"))
