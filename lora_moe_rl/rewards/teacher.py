@@ -223,7 +223,7 @@ def _likeliest(step: dict[str, Any], place: int, top_k: int) -> tuple[list[int],
     if len(every) < top_k:
         raise ValueError(f"at place {place} are {len(every)} tokens, and {top_k} were asked for")
     ids, logprobs = [token for _, token in every[:top_k]], [one for one, _ in every[:top_k]]
-    if sum(map(math.exp, logprobs)) > 1 + ROUNDING or any(token < 0 for token in ids):
+    if not sum(map(math.exp, logprobs)) <= 1 + ROUNDING or any(token < 0 for token in ids):
         raise ValueError(f"at place {place} are {ids} with {logprobs}, which are no probabilities")
     return ids, logprobs
 

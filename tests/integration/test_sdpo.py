@@ -101,6 +101,7 @@ ANSWERS = (
     *("algorithm.feedback_template={feedback_raw};", TEMPLATES[1]),
 )
 LAG = ("schedule.lag=1", "refit.slots=3")
+DISTILL = ("algorithm.loss=distill", "algorithm.anchor=trainer", "algorithm.teacher_weights=base")
 
 
 @pytest.mark.slow
@@ -112,8 +113,12 @@ LAG = ("schedule.lag=1", "refit.slots=3")
         ((*TEMPLATES, "algorithm.teacher_weights=base", *LAG), 0.3),
         ((*TEMPLATES, "trainer.lr=5e-4", *LAG), 0.2),
         (ANSWERS, 0.3),
+        ((*TEMPLATES, *DISTILL), 0.2),
     ],
-    ids=["solutions", "base reads", "base reads, lag 1", "lag 1, slower", "answers of the rows"],
+    ids=[
+        *("solutions", "base reads", "base reads, lag 1", "lag 1, slower", "answers of the rows"),
+        "likeliest tokens",
+    ],
 )
 def test_a_policy_that_can_read_learns_from_what_it_is_shown(reader, tmp_path, settings, least):
     asked = (f"model={reader}", "algorithm=sdpo", *settings)

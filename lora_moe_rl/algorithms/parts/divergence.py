@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FORWARD, REVERSE = 0.0, 1.0
 LEAST_LOG = -1e-7  # log of what the likeliest have together: so much is always left to the rest
+LEAST = 1e-38  # of a probability whose logarithm is taken
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Divergence:
         if self.beta == REVERSE:
             each = q * (policy - teacher)
             return each.sum(-1), each
-        mixed = (self.beta * p + (1 - self.beta) * q).log()
+        mixed = (self.beta * p + (1 - self.beta) * q).clamp(min=LEAST).log()
         to_mixed = (1 - self.beta) * q * (policy - mixed)
         return (self.beta * p * (teacher - mixed) + to_mixed).sum(-1), to_mixed
 

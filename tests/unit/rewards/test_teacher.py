@@ -101,6 +101,7 @@ def test_a_sample_that_could_not_be_scored_has_likeliest_tokens_that_stand_for_n
         ({5: -1.2}, "at place 1 are 2 tokens, and 3 were asked for"),
         ({5: -0.1, 4: -0.2, 3: -0.3}, r"at place 1 are \[5, 4, 3\] .* which are no probabilities"),
         ({5: -0.7, -1: -0.9, 3: -2}, "which are no probabilities"),
+        ({5: float("nan"), 4: -0.9, 3: -2}, "which are no probabilities"),
     ],
 )
 def test_what_is_no_distribution_fails_the_sample(said, reason):

@@ -84,10 +84,13 @@ def test_places_may_be_predicted_by_one_hidden_state():
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_policy_that_is_sure_has_finite_slopes(beta):
-    """Of logits so far apart that the others' exponentials are 0."""
+    """Of logits so far apart that the others' exponentials are 0; so is a probability of its
+    teacher, for which vLLM writes -9999."""
     hidden, weight, labels, rows = tensors()
     sure = (hidden.detach() * 1e3).requires_grad_()
-    taught = TeacherTokens(Divergence(4, beta), *taught_tensors())
+    ids, logprobs = taught_tensors()
+    logprobs[:, 3] = -9999
+    taught = TeacherTokens(Divergence(4, beta), ids, logprobs)
     arguments = (Vocabulary(weight, 0, SIZE, None), TEMPERATURE, Trained.LOGPROBS, True, taught)
     _, _, divergence = LogProbs.apply(sure, labels, rows, rows, *arguments)
     divergence.sum().backward()
