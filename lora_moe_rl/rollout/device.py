@@ -41,6 +41,8 @@ E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
 FP8_VARIABLES = {E8M0_VARIABLE: "0"}
 # Of INT4 experts with an adapter, on GPUs: what vLLM would fall back to, Triton's, never reads it.
 INT4_MOE_BACKEND = "marlin"
+# Sizes of a delta rule's heads that FlashInfer's kernel takes.
+FLASHINFER_HEADS = {128}
 CPU_STEP_TOKENS = 4096  # most tokens of one step of a CPU engine
 # Of vLLM's additional_config: our FP8 classes on the CPU quantise activations, too.
 FP8_ACTIVATIONS = "lora_moe_rl_fp8_activations"
@@ -115,7 +117,7 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
 
 def _check_float32(config: RunConfig, spec: AdapterSpec) -> None:
     """Raises ConfigError where engines on GPUs cannot compute in float32: of MLA one would say so
-    as it starts, of adapters (`lora_shrink`) at the first request."""
+    as it starts, of adapters (`lora_shrink`) and gated DeltaNet at the first request."""
     if kernels := kernels_of_16_bits(spec, config.refit.mode == "adapter"):
         way_out = ", or refit.mode=merged" if kernels == "adapters" else ""
         raise ConfigError(
@@ -129,6 +131,8 @@ def kernels_of_16_bits(spec: AdapterSpec, slots: bool) -> str | None:
     `slots`: whether adapters are served in slots."""
     if spec.shape.family.attention == "mla":
         return "MLA"
+    if spec.shape.linear_layers:
+        return "gated DeltaNet"
     return "adapters" if slots else None
 
 
@@ -276,6 +280,8 @@ def engine_args(
         "additional_config": _additional(config, cpu),
     }
     args |= _language_args(spec) | speculation.engine_args(config)
+    if not cpu and _is_triton_delta(spec):
+        args["gdn_prefill_backend"] = "triton"
     if config.placement.colocated and not cpu:
         args["enable_sleep_mode"] = True  # what it gives back is allocated so that it can be
     if config.refit.mode == "merged":
@@ -293,6 +299,15 @@ def engine_args(
     if cpu:
         args |= _cpu_args(config, spec)
     return with_passed_on(args, config)
+
+
+def _is_triton_delta(spec: AdapterSpec) -> bool:
+    """Whether Triton's kernel alone computes this delta rule. By itself vLLM takes FlashInfer's
+    for all of them on an H100, and an engine would end at its first request."""
+    if not spec.shape.linear_layers:
+        return False
+    heads = {spec.shape.dims["linear_key_dim"], spec.shape.dims["linear_value_dim"]}
+    return heads != FLASHINFER_HEADS
 
 
 def _language_args(spec: AdapterSpec) -> dict[str, Any]:

@@ -10,14 +10,19 @@ import warnings
 from collections.abc import Callable
 from types import ModuleType
 
-# vLLM's kernels for adapters are asked for float32 too, in which rounding hides nothing.
+# vLLM's kernels for adapters, and of gated DeltaNet, are asked for float32 too, in which rounding
+# hides nothing.
 REWRITTEN = {
     f"vllm.lora.ops.triton_ops.{name}": (
         "dtype in [torch.float16, torch.bfloat16]",
         "dtype in [torch.float16, torch.bfloat16, torch.float32]",
     )
     for name in ("lora_shrink_op", "lora_expand_op")
-}
+} | {
+    "vllm.third_party.flash_linear_attention.ops.chunk": (
+        "assert q.dtype != torch.float32", "assert True"
+    )
+}  # fmt: skip
 
 
 def _torch(module: ModuleType) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.extra import cuda
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (
     GridExecutor,
@@ -18,6 +20,7 @@ from triton.runtime.interpreter import (
 from host_cuda.operators import on_host
 
 DOT, BINARY = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op
+CALL = GridExecutor.__call__
 PATCH = interpreter._patch_lang
 PATCHED: set[Any] = set()
 
@@ -28,11 +31,35 @@ def install() -> None:
         {key: _on_host(one) for key, one in kwargs.items()},
     )
     GridExecutor._restore_args_dev = lambda self, *all: None
+    GridExecutor.__call__ = _call
     interpreter._patch_lang = _patch_once
     # What a compiled kernel has in debugging alone, and half of the time here.
     interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.binary_op = _binary
+    # A kernel that begins before the last one has ended: here none does.
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda **_: None
+
+
+def _call(self, *args, **kwargs):
+    if callable(self.grid):
+        known = {key: one for key, one in kwargs.items() if key in self.arg_names}
+        self.grid = _with_tensors(self.grid, inspect.getcallargs(self.fn, *args, **known))
+    return CALL(self, *args, **kwargs)
+
+
+def _with_tensors(grid: Any, given: dict[str, Any]) -> Any:
+    """A kernel's grid function has the tensors that the kernel is called with, not pointers. It may
+    write into them, make them longer, and put others in their places."""
+
+    def wrapped(pointers: dict[str, Any]) -> Any:
+        sizes = grid(given)
+        for name, one in given.items():
+            if isinstance(one, torch.Tensor):
+                pointers[name] = interpreter._implicit_cvt(_on_host(one))
+        return sizes
+
+    return wrapped
 
 
 def _patch_once(function: Any) -> Any:

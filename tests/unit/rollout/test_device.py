@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,27 @@ def test_float32_is_refused_where_vllms_kernels_on_gpus_have_16_bits(monkeypatch
         device.check_engine(RunConfig(**in_float32), spec)
     device.check_engine(merged, spec)
     device.check_engine(RunConfig(trainer={"dtype": "bfloat16"}), spec)
-    mla = AdapterSpec.build(find("moonlight_16b_a3b").shape, merged.adapter)
-    with pytest.raises(ConfigError, match="kernels of MLA .* use trainer.dtype=bfloat16$"):
-        device.check_engine(merged, mla)
+    for model, kernels in (("moonlight_16b_a3b", "MLA"), ("qwen3_next_80b_a3b", "gated DeltaNet")):
+        other = AdapterSpec.build(find(model).shape, merged.adapter)
+        with pytest.raises(ConfigError, match=f"of {kernels} .* use trainer.dtype=bfloat16$"):
+            device.check_engine(merged, other)
+
+
+def test_delta_rules_that_flashinfer_has_not_are_computed_by_triton():
+    """vLLM 0.31 takes FlashInfer's kernel for every model on an H100, and its engine would end at
+    the first request."""
+    shape, config = find("qwen3_next_80b_a3b").shape, RunConfig()
+
+    def asked(cpu=False, **sizes):
+        of_these = replace(shape, dims={**shape.dims, **sizes})
+        spec = AdapterSpec.build(of_these, config.adapter)
+        return device.engine_args(config, spec, "model", 0, cpu).get("gdn_prefill_backend")
+
+    assert asked() is None
+    assert asked(linear_key_dim=16) == asked(linear_value_dim=64) == "triton"
+    assert asked(cpu=True, linear_key_dim=16) is None
+    args = device.engine_args(config, of()[1], "model", 0, cpu=False)
+    assert "gdn_prefill_backend" not in args
 
 
 def test_processes_on_gpus_are_not_forked():
