@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import triton.language as tl
 from triton.language.extra import cuda
 from triton.runtime import interpreter
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import (
     GridExecutor,
     InterpreterBuilder,
@@ -20,7 +22,7 @@ from triton.runtime.interpreter import (
 from host_cuda.operators import on_host
 
 DOT, BINARY = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op
-CALL = GridExecutor.__call__
+CALL, TUNED = GridExecutor.__call__, Autotuner.run
 PATCH = interpreter._patch_lang
 PATCHED: set[Any] = set()
 
@@ -33,6 +35,7 @@ def install() -> None:
     GridExecutor._restore_args_dev = lambda self, *all: None
     GridExecutor.__call__ = _call
     interpreter._patch_lang = _patch_once
+    Autotuner.run = _untuned
     # What a compiled kernel has in debugging alone, and half of the time here.
     interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     InterpreterBuilder.create_dot = _dot
@@ -68,7 +71,33 @@ def _patch_once(function: Any) -> Any:
     if function not in PATCHED:
         PATCHED.add(function)
         PATCH(function)
+        _patch_names(function.__globals__)
     return interpreter._LangPatchScope()  # with nothing to take back
+
+
+def _patch_names(names: dict[str, Any]) -> None:
+    """What a module has of Triton's language under names of its own."""
+    for name, value in list(names.items()):
+        if inspect.isfunction(value) and tl.core.is_builtin(value):
+            names[name] = functools.partial(value, _semantic=interpreter.interpreter_semantic)
+    names.setdefault("range", _range)
+
+
+class Place(int):
+    """Where a loop is, of which a kernel may ask for another type."""
+
+    def to(self, dtype: Any) -> int:
+        return int(self)
+
+
+def _range(*bounds: Any) -> Any:
+    places = range(*bounds)
+    return map(Place, places) if any(isinstance(one, tl.tensor) for one in bounds) else places
+
+
+def _untuned(self, *args, **kwargs):
+    self.configs = self.configs[:1]  # of which none is faster here
+    return TUNED(self, *args, **kwargs)
 
 
 def _on_host(value: Any) -> Any:
