@@ -1,5 +1,5 @@
-"""vLLM's own CUDA operators: what each does, in torch. Those that tiny models of Qwen3-MoE and
-DeepSeek-V3 come to."""
+"""vLLM's own CUDA operators: what each does, in torch. Those that tiny models of the tested
+families come to."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ def vocab_parallel_embedding(
 def silu_and_mul(result, input) -> None:
     gate, up = _host(input).chunk(2, -1)
     _host(result).copy_(torch.nn.functional.silu(gate.float()).to(gate.dtype) * up)
+
+
+def swigluoai_and_mul(result, input, alpha=1.702, limit=7.0) -> None:
+    x = _host(input).float()
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    _host(result).copy_((up + 1) * gate * torch.sigmoid(gate * alpha))
 
 
 def _top(scores, weights_of, result, indices, places, renormalize, bias, factor=1.0) -> None:
@@ -185,7 +191,8 @@ def reshape_and_cache_flash(
 OPERATORS = {
     "_C_cache_ops": (concat_and_cache_mla, reshape_and_cache_flash),
     "_C": (
-        rms_norm, fused_add_rms_norm, rotary_embedding, silu_and_mul, vocab_parallel_embedding,
+        rms_norm, fused_add_rms_norm, rotary_embedding, silu_and_mul, swigluoai_and_mul,
+        vocab_parallel_embedding,
     ),
     "_moe_C": (
         topk_softmax, topk_sigmoid, grouped_topk, moe_align_block_size, moe_lora_align_block_size,
