@@ -4,6 +4,8 @@ GB: it writes, the teacher says of each token how likely it finds it.
     python recipes/opd_30b.py algorithm.teacher_url=http://host:8000/v1
     vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8      # the teacher, on GPUs of its own
 
+With algorithm=distillation the teacher also says which 20 tokens it finds likeliest in its place.
+
 There is no reward function: prompts are all that is needed. Teacher and student must have one
 tokenizer.
 
