@@ -39,7 +39,8 @@ def shrink() -> None:
     wide = slices.hf_config
     slices.hf_config = engine.hf_config = lambda name, layers, _: wide(name, layers, "cpu")
     refit_model.LAYERS, refit_model.EXPERTS = 2, 16  # of which the interpreter takes each by itself
-    refit.STREAMS, refit.STREAM_ROUNDS = 1, 1
+    # A first token takes a second here.
+    refit.STREAMS, refit.STREAM_ROUNDS, refit.WINDOW_S = 1, 1, 10.0
     refit._eager = lambda: host_cuda.ROLLOUT
     # A process of its own would not have these sizes.
     slices.apart = lambda _, job, *arguments, **limits: job(*arguments)
