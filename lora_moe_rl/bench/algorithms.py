@@ -22,10 +22,11 @@ Trains a recipe once with each algorithm, one run after the other, and compares 
 rises and what a step takes. Each run has a directory of its own below --out; one that is whole
 there already is read and not run again. Draws rewards.png. Settings are those of `train`, for all
 runs; unless they say otherwise a critic learns alone for five of the steps, and VAPO's lambda is
-made for short answers (algorithm.length_alpha=2). Algorithms that have a teacher (opd) are there
-with --teacher-url, the server's address up to and with /v1, and --teacher-model, its name there;
-the recipe's reward then teaches nothing and shows how they fare. One whose policy is its own
-teacher (sdpo) is there when it is named: it has to read solutions, which tiny models cannot.
+made for short answers (algorithm.length_alpha=2). Algorithms that have a teacher (opd,
+distillation) are there with --teacher-url, the server's address up to and with /v1, and
+--teacher-model, its name there; the recipe's reward then teaches nothing and shows how they fare.
+One whose policy is its own teacher (sdpo) is there when it is named: it has to read solutions,
+which tiny models cannot.
 """
 STEPS, COMPARED, WINDOW = 40, 5, 5
 # For all that have the setting. VAPO's published length_alpha makes lambda 0 for up to 20 tokens,

@@ -109,6 +109,16 @@ PARTS = {
     },
     "weighted_kl": {"kl_coef": 0.3, "kl_weighted": True, "anchor": "rollout"},
     "penalised": {"loss": "dro", "anchor": "rollout", "aggregation": "token-sum"},
+    "distilled_in_parts": {
+        "name": "distillation",
+        "distill_beta": 0.3,
+        "entropy_coef": 0.3,
+        "kl_coef": 0.1,
+        "rejection": "tokens",
+        **WIDE,
+        "reweight": "pow",
+        "aggregation": "seq-mean-token-mean",
+    },
     "of_whole_samples": {"loss": "vespo", "anchor": "rollout", "rejection": "sequence_sum"},
 }
 CONFIG = with_settings(
