@@ -25,9 +25,8 @@ from lora_moe_rl.algorithms.parts.selection import StepTokens, lots_of
 from lora_moe_rl.config import AlgorithmConfig, RunConfig
 from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.packing import unpack
-from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.router_replay.table import RouteTable
-from lora_moe_rl.verify.inputs import random_adapter
+from lora_moe_rl.verify.inputs import random_adapter, with_teacher
 from lora_moe_rl.verify.jobs import STRENGTH
 
 if TYPE_CHECKING:
@@ -54,31 +53,13 @@ def batch_of(inputs: Inputs, config: RunConfig) -> TrainBatch:
     if config.learns_from == "pairs":
         return replace(batch, groups=np.arange(len(batch.groups)) // 2)
     if (divergence := algorithms.make(config).divergence) is not None:
-        batch = _taught(batch, divergence.top_k)
+        batch = with_teacher(batch, divergence.top_k)
     if settings.reweight is None:
         return batch
     assert batch.rewards is not None
     draws = np.random.default_rng(5)
     copies = draw(batch.rewards, settings.reweight, settings.reweight_power, draws)
     return replace(batch, copies=copies)
-
-
-def _taught(batch: TrainBatch, top_k: int) -> TrainBatch:
-    """With so many likeliest tokens of a teacher at each place, to which it gives half of all, more
-    or less, at random."""
-    rng, size = np.random.default_rng(6), 1 + max(int(ids.max()) for ids in batch.token_ids)
-    if top_k > size:
-        raise ConfigError(
-            f"algorithm.teacher_top_k={top_k} are more tokens than the model has; lower it"
-        )
-    ids, logprobs = [], []
-    for weights in batch.weights:
-        first = rng.integers(0, size, (len(weights), 1))
-        ids.append(((first + np.arange(top_k) * (size // top_k)) % size).astype(np.int32))
-        drawn = np.exp(rng.normal(0, 1, (len(weights), top_k + 1)))
-        shares = 0.5 * drawn / drawn.sum(-1, keepdims=True)
-        logprobs.append(np.log(shares[:, :top_k]).astype(np.float32))
-    return replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)
 
 
 def near_rollout(worker, spec: AdapterSpec, inputs: Inputs) -> list[np.ndarray] | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from lora_moe_rl.adapters.spec import AdapterSpec, Site
 from lora_moe_rl.data.batch import TrainBatch
+from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.router_replay.table import RouteTable
 
 # Size of what the adapter adds to an output, for an input of ones: enough to change every logprob.
@@ -83,3 +85,22 @@ def random_batch(
     rows = np.split(routes, np.cumsum(fed)[:-1])
     table = RouteTable.build(rows, fed, shape.moe_layers, shape.num_experts, shape.top_k)
     return batch, table
+
+
+def with_teacher(batch: TrainBatch, top_k: int) -> TrainBatch:
+    """With so many likeliest tokens of a teacher at each place, to which it gives half of all, more
+    or less, at random. Raises ConfigError for more than there are."""
+    rng, size = np.random.default_rng(6), 1 + max(int(ids.max()) for ids in batch.token_ids)
+    if top_k > size:
+        raise ConfigError(
+            f"algorithm.teacher_top_k={top_k} are more tokens than the {size} that samples are "
+            "drawn from; lower it"
+        )
+    ids, logprobs = [], []
+    for weights in batch.weights:
+        first = rng.integers(0, size, (len(weights), 1))
+        ids.append(((first + np.arange(top_k) * (size // top_k)) % size).astype(np.int32))
+        sizes = np.exp(rng.normal(0, 1, (len(weights), top_k + 1)))
+        shares = 0.5 * sizes / sizes.sum(-1, keepdims=True)
+        logprobs.append(np.log(shares[:, :top_k]).astype(np.float32))
+    return replace(batch, teacher_ids=ids, teacher_logprobs=logprobs)

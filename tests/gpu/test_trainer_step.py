@@ -20,6 +20,7 @@ from lora_moe_rl import algorithms
 from lora_moe_rl.adapters.shards import assemble
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.overrides import with_settings
+from lora_moe_rl.verify.inputs import with_teacher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +39,7 @@ CASES = {
     "ppo": {"name": "ppo", "value_clip": 0.05},
     "dpo": {"name": "dpo"},
     "sft": {"name": "sft"},
+    "distillation": {"name": "distillation", "teacher_top_k": 5, "distill_beta": 0.5},
 }
 
 
@@ -143,12 +145,16 @@ def every_case(worker, spec):
         settings = engine.algorithm.critic
         engine.critic = None if settings is None else Critic(engine, settings)
         batch, table = batch_of(spec)
+        if (divergence := engine.algorithm.divergence) is not None:
+            batch = with_teacher(batch, divergence.top_k)
         batch.logprobs = near_rollout(worker, batch, table)
         parts = () if config.offline else (table,)
         metrics = worker.update(batch, *parts).metrics
         found[name] = {key: metrics[key] for key in ("optim/grad_norm", "policy/entropy")}
         if settings is not None:
             found[name]["critic/loss"] = metrics["critic/loss"]
+        if divergence is not None:
+            found[name]["loss/divergence"] = metrics["loss/divergence"]
     return found
 
 
