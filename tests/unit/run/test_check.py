@@ -97,7 +97,7 @@ def test_what_the_machine_lacks_is_a_warning(check, monkeypatch):
 
 
 def test_engines_that_do_not_start_without_a_gpu_are_a_warning(check, monkeypatch):
-    monkeypatch.setattr(bundles, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+    monkeypatch.setattr(bundles, "vllm_on_cpu", lambda: False)
     monkeypatch.setattr(machine, "gpu_memory", list)
     state, text = check()[1]["machine"]
     assert state == "warning" and "`make setup` without GPU=1" in text

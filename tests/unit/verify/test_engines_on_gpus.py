@@ -18,7 +18,7 @@ from lora_moe_rl.verify import export, refit
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch):
     for module in (device, export, refit):
-        monkeypatch.setattr(module, "installed", lambda name: "0.31.0" if name == "vllm" else None)
+        monkeypatch.setattr(module, "vllm_on_cpu", lambda: False)
 
 
 def spec_of(preset: str) -> AdapterSpec:
