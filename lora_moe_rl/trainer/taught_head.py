@@ -39,9 +39,9 @@ class TeacherTokens(NamedTuple):
     ) -> TeacherTokens:
         """likeliest: ids and logprobs. Raises ValueError for tokens that the policy has not."""
         ids, logprobs = likeliest
-        if ids.size and ids.max() >= vocab_size:
+        if (outside := ids[(ids < 0) | (ids >= vocab_size)]).size:
             raise ValueError(
-                f"the teacher's likeliest tokens have the id {ids.max()}, and the policy's "
+                f"the teacher's likeliest tokens have the id {outside[0]}, and the policy's "
                 f"vocabulary has {vocab_size}: it has another vocabulary (algorithm.teacher_model)"
             )
         every = (

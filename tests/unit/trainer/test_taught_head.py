@@ -146,8 +146,9 @@ def test_divergence_and_gradient_are_trls(case):
     check((divergence, hidden.grad), expected)
 
 
-def test_a_token_that_the_policy_does_not_have_is_refused():
-    ids = np.array([[3, SIZE]], np.int32)
+@pytest.mark.parametrize("token", [SIZE, -1])
+def test_a_token_that_the_policy_does_not_have_is_refused(token):
+    ids = np.array([[3, token]], np.int32)
     likeliest = ids, np.full(ids.shape, -2, np.float32)
-    with pytest.raises(ValueError, match=f"the id {SIZE}, and the policy's vocabulary has {SIZE}"):
+    with pytest.raises(ValueError, match=f"the id {token}, and the policy's vocabulary has {SIZE}"):
         TeacherTokens.of(Divergence(2, 0.0), likeliest, SIZE, torch.device("cpu"))
