@@ -116,7 +116,6 @@ PARTS = {
         "kl_coef": 0.1,
         "rejection": "tokens",
         **WIDE,
-        "reweight": "pow",
         "aggregation": "seq-mean-token-mean",
     },
     "of_whole_samples": {"loss": "vespo", "anchor": "rollout", "rejection": "sequence_sum"},
