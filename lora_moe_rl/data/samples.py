@@ -277,12 +277,11 @@ class Group:
     0 for tokens that no policy sampled and for all of a sample that it could not score; None: there
     is no teacher. likeliest: of each sample what the teacher finds likely at its R places, where
     that is asked for; of one that it teaches nothing anything, of which nothing is learned: not NaN
-    and no token twice. teacher_read: of
-    each sample what a teacher that is the policy itself has read beside the prompt, in a word, ''
-    for nothing; None: there is none. baseline: what counts of the reward of a greedy sample of the
-    prompt, which is none of the samples; None: there is none, or none is wanted. shown_for: of a
-    group whose samples stand for conversations of several, the samples of each; None: each stands
-    for itself.
+    and no token twice. teacher_read: of each sample what a teacher that is the policy itself has
+    read beside the prompt, in a word, '' for nothing; None: there is none. baseline: what counts of
+    the reward of a greedy sample of the prompt, which is none of the samples; None: there is none,
+    or none is wanted. shown_for: of a group whose samples stand for conversations of several, the
+    samples of each; None: each stands for itself.
     """
 
     prompt: Prompt

@@ -63,3 +63,13 @@ def test_a_policy_cannot_teach_itself_where_others_write_its_prompts(check):
     agents = ("environment=external", "environment.command=true")
     code, found, _ = check("algorithm=sdpo", *agents)
     assert code == 2 and "environment=external begin with other messages" in found["teacher"][1]
+
+
+def test_a_policy_cannot_tell_more_of_its_likeliest_tokens_than_its_engines(check):
+    asked = ("algorithm=sdpo", "algorithm.loss=distill", "algorithm.anchor=trainer")
+    more = "algorithm.teacher_top_k=30"
+    assert check(*asked)[0] == 0
+    code, found, _ = check(*asked, more)
+    assert code == 2 and "set rollout.engine_args.max_logprobs=30" in found["teacher"][1]
+    for most in (30, -1):  # all there are
+        assert check(*asked, more, f"rollout.engine_args.max_logprobs={most}")[0] == 0
