@@ -101,7 +101,7 @@ ANSWERS = (
     *("algorithm.feedback_template={feedback_raw};", TEMPLATES[1]),
 )
 LAG = ("schedule.lag=1", "refit.slots=3")
-DISTILL = ("algorithm.loss=distill", "algorithm.anchor=trainer", "algorithm.teacher_weights=base")
+DISTILL = ("algorithm.loss=distill", "algorithm.teacher_weights=base")
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ class PolicyGradient(Algorithm):
             if not isinstance(chosen[kind], str):
                 raise ValueError(f"algorithm.{kind}={chosen[kind]!r} is not a name")
         chosen["correction"] = settings_of(chosen["correction"])["correction"]
-        defaults = tuple(cls.defaults.items())
+        defaults = tuple(_with_effect(cls.defaults, chosen).items())
         settings = settings_class(cls.__name__, cls.Settings, tuple(chosen.items()), defaults)
         for key in value.keys() - settings.model_fields.keys():
             parts = [label for label in choices("algorithm") if "=" in label]
@@ -349,6 +349,15 @@ class PolicyGradient(Algorithm):
             return None
         policy = tokens.logprobs if self.settings.kl_in == "loss" else tokens.old
         return estimate(self.settings.kl_estimate, policy, tokens.reference)
+
+
+def _with_effect(defaults: Mapping[str, Any], chosen: Mapping[str, str]) -> Mapping[str, Any]:
+    """A preset's defaults, without its anchor where the chosen parts know none: a loss without a
+    ratio, no correction and no rejection."""
+    anchored = PARTS["loss"].find(chosen["loss"]).has_ratio
+    if anchored or {chosen["correction"], chosen["rejection"]} != {"none"}:
+        return defaults
+    return {key: value for key, value in defaults.items() if key != "anchor"}
 
 
 def _of_those_taught(signal: Signal, group: Group) -> Signal:

@@ -80,6 +80,17 @@ def test_the_loss_is_the_divergence_whatever_the_policy_that_sampled():
     assert of_logprobs is None and of_divergence.eq(1).all()
 
 
+def test_a_preset_with_an_anchor_takes_a_loss_that_knows_none():
+    for name in ("opd", "sdpo"):
+        own = override(RunConfig(), [f"algorithm={name}", "algorithm.loss=distill"]).algorithm
+        assert (own.loss, own.anchor) == ("distill", "trainer")
+        given = override(
+            RunConfig(),
+            [f"algorithm={name}", "algorithm.loss=reinforce", "algorithm.correction=tis"],
+        ).algorithm
+        assert given.anchor == "rollout"  # weights are of the policy that is updated
+
+
 def test_several_updates_and_older_samples_are_allowed_for_by_nothing():
     algorithm = made("algorithm.mini_batches=2", "algorithm.prompts_per_step=4")
     assert algorithm.corrects(algorithm.settings)

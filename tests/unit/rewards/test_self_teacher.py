@@ -172,7 +172,7 @@ def test_the_likeliest_tokens_are_those_in_the_places_of_the_samples_own():
     wanted = [[7000 + 10 * (behind + i), 7001 + 10 * (behind + i)] for i in range(2)]
     assert first.token_ids.tolist() == wanted and first.logprobs.tolist() == [[-1, -2]] * 2
     assert other.token_ids.tolist() == [[0, 1]] * 2 and np.isfinite(other.logprobs).all()
-    algorithm = algorithms.make(config_of(loss="distill", anchor="trainer", teacher_top_k=2))
+    algorithm = algorithms.make(config_of(loss="distill", teacher_top_k=2))
     (signal,) = algorithm.signals([group])
     assert [one.any() for one in signal.weights] == [True, False, False]
     # By what was sampled it stands in the mean all the same, with an advantage of 0.

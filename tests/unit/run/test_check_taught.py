@@ -66,7 +66,7 @@ def test_a_policy_cannot_teach_itself_where_others_write_its_prompts(check):
 
 
 def test_a_policy_cannot_tell_more_of_its_likeliest_tokens_than_its_engines(check):
-    asked = ("algorithm=sdpo", "algorithm.loss=distill", "algorithm.anchor=trainer")
+    asked = ("algorithm=sdpo", "algorithm.loss=distill")
     more = "algorithm.teacher_top_k=30"
     assert check(*asked)[0] == 0
     code, found, _ = check(*asked, more)
