@@ -107,9 +107,7 @@ def communication(shape: ModelShape, trainer: TrainerConfig, b: int) -> float:
     return gathered + exchanged + staged
 
 
-def head(
-    shape: ModelShape, t: int, tokens: int, b: int, entropy: bool, divergence: bool = False
-) -> int:
+def head(shape: ModelShape, t: int, tokens: int, b: int, entropy: bool, divergence: bool) -> int:
     """Bytes of a micro-batch of so many tokens: logits of a few rows, and of each token three
     hidden states: what its logprob has kept, and its gradient, twice in the backward; and what its
     entropy has kept, where that is trained, and its divergence from a teacher, which also wants

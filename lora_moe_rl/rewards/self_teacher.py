@@ -25,7 +25,7 @@ from lora_moe_rl.data.samples import TOO_LONG, Group, Prompt, Sample
 from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError, DataError, NotServed, RewardError
 from lora_moe_rl.ports import Engines, Watch
-from lora_moe_rl.rewards.teacher import MINUS_INFINITY, Judgement, nothing, put_all
+from lora_moe_rl.rewards.teacher import MINUS_INFINITY, Judgement, put_all
 
 # Of many chat templates the prompt ends with <think>, and what is sampled begins behind it.
 THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
@@ -173,13 +173,12 @@ class SelfTeacher:
 
         async def one(index: int) -> Judgement:
             sample = group.samples[index]
-            untaught = sample.logprobs, nothing(sample, self.top_k)
             if not self.alone and np.isnan(group.rewards[index]):
-                return untaught
+                return sample.logprobs, None
             reading = self.reader.of_sample(group, index)
             read[index] = reading.word
             if not reading.token_ids:
-                return untaught
+                return sample.logprobs, None
             watch = self._watch(group.prompt.number)
             return await self._of_response(reading.token_ids, sample, watch)
 
@@ -212,12 +211,10 @@ class SelfTeacher:
         """Of the sample's tokens after those of a prompt."""
         every = [*token_ids, *sample.response_ids.tolist()]
         told = await self.engines.score_prompt(every, version, self.top_k, watch)
-        found, top = told.logprobs[len(token_ids) :], nothing(sample, self.top_k)
-        if told.top is not None:
-            ids, logprobs = (
-                one[len(token_ids) :] for one in (told.top.token_ids, told.top.logprobs)
-            )
-            top = Top(ids, np.maximum(logprobs, np.float32(MINUS_INFINITY)))
+        found, top = told.logprobs[len(token_ids) :], told.top
+        if top is not None:
+            logprobs = np.maximum(top.logprobs, np.float32(MINUS_INFINITY))
+            top = Top(top.token_ids[len(token_ids) :], logprobs[len(token_ids) :])
         if found.shape != sample.mask.shape or not np.isfinite(found).all():
             raise RewardError(
                 f"an engine gave {len(found)} logprobs, not all of them finite, of the "

@@ -23,8 +23,9 @@ from lora_moe_rl.data.top import Top
 from lora_moe_rl.errors import ConfigError, RewardError
 from lora_moe_rl.rewards.server import Server
 
-# Logprobs of a sample's tokens, float32 [R], and what is likely in their places.
-Judgement = tuple[np.ndarray, Top]
+# Logprobs of a sample's tokens, float32 [R], and what is likely in their places; None where nobody
+# asked, or nothing is taught.
+Judgement = tuple[np.ndarray, Top | None]
 KEYS = "algorithm.teacher_"
 MINUS_INFINITY = -9999.0  # what vLLM writes for it, since JSON has no infinity
 ROUNDING = 1e-3  # that a logprob may be above 0
@@ -66,6 +67,8 @@ class Teacher:
         each place, [R, K]."""
         steps = (await self._steps(sample.token_ids.tolist()))[len(sample.prompt_ids) - 1 :]
         own = np.array([step.own["logprob"] for step in steps], np.float32)
+        if not self.top_k:
+            return own * sample.mask, None
         ids = np.array([step.ids for step in steps], np.int32)
         logprobs = np.array([step.logprobs for step in steps], np.float32)
         return own * sample.mask, Top(ids, logprobs)
@@ -148,11 +151,11 @@ def put_all(
     RewardError fails the sample, another error is raised. `alone`: nothing else gives rewards.
     `top_k`: how many of its likeliest tokens were asked for."""
     teacher: list[np.ndarray] = []
-    likeliest: list[Top] = []
+    likeliest: list[Top | None] = []
     for i, (sample, one) in enumerate(zip(group.samples, found, strict=True)):
         if isinstance(one, RewardError):
             _failed(group, i, one)
-            own, top = np.zeros(len(sample.mask), np.float32), nothing(sample, top_k)
+            own, top = np.zeros(len(sample.mask), np.float32), None
         elif isinstance(one, BaseException):
             raise one
         else:
@@ -161,14 +164,17 @@ def put_all(
                 group.rewards[i] = (own - sample.logprobs)[sample.mask].mean()
         teacher.append(own)
         likeliest.append(top)
-    group.teacher, group.likeliest = teacher, likeliest if top_k else None
+    group.teacher = teacher
+    if top_k:
+        pairs = zip(group.samples, likeliest, strict=True)
+        group.likeliest = [top or _nothing(sample, top_k) for sample, top in pairs]
 
 
-def nothing(sample: Sample, top_k: int) -> Top:
+def _nothing(sample: Sample, top_k: int) -> Top:
     """What stands in the place of likeliest tokens for a sample of which nothing is learned: any,
     which are as likely as each other."""
     ids = np.tile(np.arange(top_k, dtype=np.int32), (len(sample.mask), 1))
-    return Top(ids, np.full(ids.shape, -np.log(2 * max(top_k, 1)), np.float32))
+    return Top(ids, np.full(ids.shape, -np.log(2 * top_k), np.float32))
 
 
 def _failed(group: Group, index: int, error: RewardError) -> None:
@@ -211,7 +217,8 @@ def _steps(given: Any, token_ids: Sequence[int], top_k: int) -> Iterator[Step]:
         value = float(step[str(token)]["logprob"])
         if not MINUS_INFINITY < value <= ROUNDING:
             raise ValueError(f"token {token} at place {place} has {value:g}, which is no logprob")
-        yield Step(step[str(token)], *_likeliest(step, place, top_k))
+        ids, logprobs = _likeliest(step, place, top_k) if top_k else ([], [])
+        yield Step(step[str(token)], ids, logprobs)
 
 
 def _likeliest(step: dict[str, Any], place: int, top_k: int) -> tuple[list[int], list[float]]:

@@ -280,14 +280,13 @@ class Preflight:
 
     def _teacher(self) -> str:
         """Asks the teacher what it is, or what the policy would read as its own."""
-        settings, config = self.algorithm.teacher, self.config
-        assert settings is not None
+        config = self.config
         from lora_moe_rl.run import taught
 
-        if isinstance(settings, TeacherSettings):
+        if isinstance(self.algorithm.teacher, TeacherSettings):
             return taught.ask(self.algorithm, self.tokenizer, config.model.max_length)
         examples = self.source.examples(len(config.data.sources()))
-        text, more = taught.try_reading(settings, config, self.environment, examples)
+        text, more = taught.try_reading(self.algorithm, config, self.environment, examples)
         self.warnings += more
         return text
 

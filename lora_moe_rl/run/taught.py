@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lora_moe_rl import algorithms, ports
+from lora_moe_rl import ports
 from lora_moe_rl.algorithms.base import Algorithm
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.teacher import SelfTeacherSettings, TeacherSettings
@@ -70,7 +70,7 @@ def ask(algorithm: Algorithm, tokenizer: Any, longest: int) -> str:
 
 
 def try_reading(
-    settings: SelfTeacherSettings,
+    algorithm: Algorithm,
     config: RunConfig,
     environment: Environment,
     prompts: Sequence[Prompt],
@@ -85,6 +85,8 @@ def try_reading(
             f"{config.environment.name} begin with other messages; use environment=single_turn or "
             "tools, or a teacher behind a server (algorithm=opd)"
         )
+    settings = algorithm.teacher
+    assert isinstance(settings, SelfTeacherSettings)
     reader, key = _reader(settings, config, environment), settings.feedback_key
     solution = "" if settings.success_reward is None else SHOWN
     try:
@@ -97,7 +99,7 @@ def try_reading(
         raise ConfigError(str(error)) from error
     weights = {"policy": "the adapter that is served", "base": "the bare base"}
     found = f"the policy itself, with {weights[settings.teacher_weights]}"
-    most, wanted = most_likeliest(config.rollout), top_k(algorithms.make(config))
+    most, wanted = most_likeliest(config.rollout), top_k(algorithm)
     if most is not None and wanted > most:
         raise ConfigError(
             f"algorithm.teacher_top_k={wanted}, and the engines tell {most} likeliest tokens; set "

@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lora_moe_rl.algorithms.parts.divergence import Divergence, with_rest
+from lora_moe_rl.algorithms.parts.divergence import LEAST, Divergence, with_rest
 from lora_moe_rl.kernels.backend import on_device
-
-LEAST = torch.finfo(torch.float32).tiny  # of a sum whose logarithm is taken
 
 
 class TeacherTokens(NamedTuple):

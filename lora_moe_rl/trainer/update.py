@@ -233,10 +233,10 @@ def _backward(
     def loss(work: Work, logprobs: torch.Tensor):
         assert work.entropy is not None  # there is one of each forward with gradients
         data = work.data
-        entropy = work.entropy if engine.algorithm.trains_entropy else None
-        tokens = tokens_of(work, logprobs, entropy, work.divergence)
-        entropy, work.divergence = work.entropy.detach(), None
-        work.entropy = entropy
+        trained = work.entropy if engine.algorithm.trains_entropy else None
+        tokens = tokens_of(work, logprobs, trained, work.divergence)
+        entropy = work.entropy = work.entropy.detach()
+        work.divergence = None
         found = engine.algorithm.loss(tokens)
         total = total_of(found, work, tokens, scales)
         meter.add("tokens", work.stands.sum())

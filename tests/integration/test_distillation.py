@@ -18,10 +18,8 @@ from ranks import random_adapter, random_batch, run_ranks, spec_of
 from teacher_server import MODEL, teacher_server
 
 from lora_moe_rl.adapters.shards import assemble
-from lora_moe_rl.algorithms.parts.step_signals import signals_of
 from lora_moe_rl.config import RunConfig
 from lora_moe_rl.config.teacher import TeacherSettings
-from lora_moe_rl.data.batch import TrainBatch
 from lora_moe_rl.data.samples import Group, Prompt, Sample, Segment
 from lora_moe_rl.rewards.teacher import Teacher
 from lora_moe_rl.tiny.tokenizer import make_tokenizer
@@ -65,12 +63,6 @@ def sampled(spec) -> Group:
         samples.append(Sample(tuple(segments), "stop", ""))
     none = np.full(len(samples), np.nan, np.float32)
     return Group(Prompt(0, "", []), samples, None, none)
-
-
-def gradients(worker, spec, group):
-    worker.set_adapter(random_adapter(spec))
-    signals = signals_of(worker.engine.algorithm, [group])
-    return worker.gradients(TrainBatch.from_groups([group], signals, 1, 1))
 
 
 def with_rest(shares: torch.Tensor) -> torch.Tensor:
@@ -145,7 +137,9 @@ def test_loss_and_gradient_are_those_of_hugging_faces_models(models, layout, bet
     loss = by_formula(student, teacher, group, beta)
     loss.backward()
     wanted = {n: g.numpy() for n, g in peft_lora.views(student, spec, lambda p: p.grad).items()}
-    ranks = run_ranks(make_config(folder, beta, **LAYOUTS[layout]), folder, gradients, group)
+    ranks = run_ranks(
+        make_config(folder, beta, **LAYOUTS[layout]), folder, test_opd.gradients, group
+    )
     ours = assemble(spec.tensor_shapes, [shard for _, _, shards in ranks for shard in shards])
     assert loss > 0.005
     for found, _, _ in ranks:

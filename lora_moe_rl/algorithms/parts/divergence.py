@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORWARD, REVERSE = 0.0, 1.0
 LEAST_LOG = -1e-7  # log of what the likeliest have together: so much is always left to the rest
-LEAST = 1e-38  # of a probability whose logarithm is taken
+LEAST = 2.0**-126  # whose logarithm is taken: float32's own, since devices take less for 0
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,21 @@ from lora_moe_rl.algorithms.parts.composing import (
     split_values,
 )
 from lora_moe_rl.algorithms.parts.correction_presets import CORRECTION_PRESETS, settings_of
+from lora_moe_rl.algorithms.parts.groups import (
+    baselines_of,
+    each_function,
+    of_teacher,
+    of_those_taught,
+)
 from lora_moe_rl.algorithms.parts.kl import estimate
 from lora_moe_rl.algorithms.parts.kl_control import KLControl
 from lora_moe_rl.algorithms.parts.overlong import soft_punishment
 from lora_moe_rl.algorithms.parts.selection import Selection, StepTokens, of_high_entropy
-from lora_moe_rl.algorithms.parts.settings import PolicyGradientConfig, rejection_names
+from lora_moe_rl.algorithms.parts.settings import (
+    PolicyGradientConfig,
+    reads_anchor,
+    rejection_names,
+)
 from lora_moe_rl.algorithms.parts.turns import earned_before_the_end, of_all
 from lora_moe_rl.algorithms.rejections.base import kept_by
 from lora_moe_rl.config import AlgorithmConfig
@@ -202,7 +212,7 @@ class PolicyGradient(Algorithm):
         ]
         if self.divergence is not None:
             pairs = zip(signals, groups, strict=True)
-            signals = [_of_those_taught(signal, group) for signal, group in pairs]
+            signals = [of_those_taught(signal, group) for signal, group in pairs]
         if not self.revises:
             return signals
         return [
@@ -352,53 +362,10 @@ class PolicyGradient(Algorithm):
 
 
 def _with_effect(defaults: Mapping[str, Any], chosen: Mapping[str, str]) -> Mapping[str, Any]:
-    """A preset's defaults, without its anchor where the chosen parts know none: a loss without a
-    ratio, no correction and no rejection."""
-    anchored = PARTS["loss"].find(chosen["loss"]).has_ratio
-    if anchored or {chosen["correction"], chosen["rejection"]} != {"none"}:
+    """A preset's defaults, without its anchor where none of the chosen parts reads it."""
+    if reads_anchor(*(chosen[kind] for kind in ("loss", "correction", "rejection"))):
         return defaults
     return {key: value for key, value in defaults.items() if key != "anchor"}
-
-
-def _of_those_taught(signal: Signal, group: Group) -> Signal:
-    """Without samples of which a teacher that is the policy itself has nothing to say: what it
-    finds likely is nothing's there."""
-    if group.taught is None:
-        return signal
-    pairs = zip(signal.weights, group.taught, strict=True)
-    return replace(signal, weights=[one if taught else 0 * one for one, taught in pairs])
-
-
-def baselines_of(groups: Sequence[Group]) -> np.ndarray:
-    """float64 [n], each sample's, NaN for none."""
-    each = [np.nan if group.baseline is None else group.baseline for group in groups]
-    return np.repeat(np.array(each, np.float64), [len(group.samples) for group in groups])
-
-
-def each_function(groups: Sequence[Group]) -> dict[str, tuple[float, np.ndarray]]:
-    """The weight of each of several reward functions, and what it gave the samples of all groups:
-    float64 [n], NaN for none. Those of weight 0 are left out."""
-    every = [one for group in groups for one in group.details.by_function.items()]
-    found = {}
-    for name, weight in {name: one.weight for name, one in every if one.weight}.items():
-        values = []
-        for group in groups:
-            own = group.details.by_function.get(name)
-            none = np.full(len(group.samples), np.nan)
-            values.append(none if own is None else np.asarray(own.rewards, np.float64))
-        found[name] = weight, np.concatenate(values)
-    return found
-
-
-def of_teacher(groups: Sequence[Group]) -> list[np.ndarray]:
-    """The teacher's logprobs of the samples of all groups, float32 [R] each. Raises ValueError for
-    a group that no teacher has scored."""
-    found = []
-    for group in groups:
-        if group.teacher is None:
-            raise ValueError(f"prompt {group.prompt.number}: no teacher has scored its samples")
-        found += group.teacher
-    return found
 
 
 def _named(preset: type[PolicyGradient], value: Mapping[str, Any]) -> dict[str, Any]:

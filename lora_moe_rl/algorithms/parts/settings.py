@@ -153,10 +153,7 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                 "before the update, and with algorithm.anchor=rollout weights are of the policy "
                 "that is being updated; set anchor=trainer, or leave the weights as they are"
             )
-        rejects = any(
-            PARTS["rejection"].find(name).rejects for name in rejection_names(self.rejection)
-        )
-        if not (loss.has_ratio or correction.corrects or rejects):
+        if not reads_anchor(self.loss, settings_of(self.correction)["correction"], self.rejection):
             raise ValueError(
                 f"algorithm.anchor=rollout has no effect with loss={self.loss}, which has no "
                 "ratio, and without a correction"
@@ -363,6 +360,13 @@ class PolicyGradientConfig(AlgorithmConfig, ReferenceSettings):
                     f"algorithm.{option}={getattr(self, option)} has no effect with "
                     f"algorithm.{decider}={'0' if decider != 'kl_target' else 'null'}"
                 )
+
+
+def reads_anchor(loss: str, correction: str, rejection: str) -> bool:
+    """Whether it matters to these parts whose logprobs algorithm.anchor says."""
+    rejects = any(PARTS["rejection"].find(name).rejects for name in rejection_names(rejection))
+    corrects = PARTS["correction"].find(correction).corrects
+    return PARTS["loss"].find(loss).has_ratio or corrects or rejects
 
 
 def rejection_names(text: str) -> tuple[str, ...]:

@@ -3,6 +3,8 @@ divergence and its gradient are compared with TRL's in `tests/unit/trainer/test_
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,8 +68,6 @@ def test_without_its_teacher_there_is_nothing_to_learn():
 
 
 def test_the_loss_is_the_divergence_whatever_the_policy_that_sampled():
-    from dataclasses import replace
-
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     divergence = torch.tensor([0.25, 0.5], dtype=torch.float64, requires_grad=True)
     tokens = tokens_of(logprobs, logprobs.detach() - 3, torch.ones(2), rollout=torch.zeros(2))
